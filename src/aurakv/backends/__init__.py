@@ -1,0 +1,103 @@
+"""Backends: who computes. Best first; a backend says in one sentence why it cannot run something."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..codec import Codec, Codes, Format
+from ..errors import BackendError, InputError
+from ..pages import Pages
+from ..partial import Partial
+from ..scoring import Scoring
+
+
+class Backend(Protocol):
+    """What a backend implements; `reference` states what each function computes."""
+
+    name: str
+
+    def why_not(self, format: Format | None, device: torch.device) -> str | None: ...
+    def workspace_bytes(self, pages: Pages, tokens: int, heads: int, splits: int | None) -> int: ...
+    def encode(self, x: Tensor, codec: Codec, offset: Tensor | None) -> Codes: ...
+    def decode(
+        self, codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype
+    ) -> Tensor: ...
+    def scores(self, q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor: ...
+    def values(
+        self, weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float
+    ) -> Tensor: ...
+    def append(self, pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None: ...
+    def append_codes(self, pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None: ...
+    def attend(
+        self,
+        q: Tensor,
+        pages: Pages,
+        starts: Tensor,
+        ends: Tensor,
+        scoring: Scoring,
+        sink_logits: Tensor | None,
+        splits: int | None,
+        precision: str,
+        workspace: Tensor | None,
+    ) -> Partial: ...
+    def attend_dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        key_starts: Tensor,
+        ends: Tensor,
+        scoring: Scoring,
+        sink_logits: Tensor | None,
+    ) -> Partial: ...
+
+
+_MODULES = {"reference": ".reference"}  # best first; imported when first asked
+_registered: dict[str, Backend] = {}
+
+
+def names() -> list[str]:
+    """The backends that can be asked for by name, best first."""
+    return [*_MODULES, *_registered]
+
+
+def register(backend: Backend) -> None:
+    """Add a backend that is used only when asked for by name."""
+    if backend.name in _MODULES:
+        raise InputError(f"backend name {backend.name!r} is taken")
+    _registered[backend.name] = backend
+
+
+def why_not(backend: str, format: Format | None = None, device: torch.device | str = "cpu") -> str | None:
+    """None if the backend can run this format on this device, else one sentence that says why not."""
+    return _load(backend).why_not(format, torch.device(device))
+
+
+def select(backend: str | None, format: Format | None, device: torch.device) -> Backend:
+    """The named backend, or the best one that can run. A named one never falls back."""
+    if backend is None:
+        return _best(format, device)
+    chosen = _load(backend)
+    reason = chosen.why_not(format, device)
+    if reason is not None:
+        raise BackendError(f"backend {backend!r} cannot run {format} on {device}: {reason}")
+    return chosen
+
+
+@functools.lru_cache(maxsize=256)
+def _best(format: Format | None, device: torch.device) -> Backend:
+    return next(b for b in map(_load, _MODULES) if b.why_not(format, device) is None)
+
+
+def _load(name: str) -> Backend:
+    if name in _registered:
+        return _registered[name]
+    if name not in _MODULES:
+        raise InputError(f"backend must be one of {names()}, got {name!r}")
+    return importlib.import_module(_MODULES[name], __package__)

@@ -1,0 +1,423 @@
+"""KVCache: the compressed keys and values of some sequences in one layer, and attention over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks, ops
+from .checks import Starts
+from .codec import Codec, Codes, Format
+from .errors import InputError
+from .pages import Pages
+from .partial import Partial, merge, sink
+from .pool import PagePool
+from .scoring import Scoring
+from .table import Kept, Table, round_up
+
+
+class Exact(NamedTuple):
+    """Tokens used uncompressed: the first of a sequence and, for each query, the most recent, by position alone."""
+
+    first: int = 0
+    recent: int = 0
+    dtype: torch.dtype = torch.bfloat16  # they are stored in
+    rollback: int = 16  # how far a sequence can be truncated
+
+
+class KVCache:
+    """Made by KVCache.contiguous, KVCache.ring or KVCache.paged. It derives every position itself."""
+
+    def __init__(self, table: Table, exact: Exact | None = None, backend: str | None = None) -> None:
+        self._table, self.backend = table, backend
+        self.exact = exact or Exact()
+        self._exact_table = self._make_exact_table()
+
+    @classmethod
+    def contiguous(
+        cls,
+        format: Format,
+        seqs: int,
+        kv_heads: int,
+        capacity: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        exact: Exact | None = None,
+        key_offset: Tensor | None = None,
+        value_offset: Tensor | None = None,
+        backend: str | None = None,
+    ) -> KVCache:
+        """One big page per sequence, which grows when it is full. `capacity` tokens have room from the start."""
+        checks.whole("seqs", seqs, 0)
+        checks.whole("capacity", capacity, 0)
+        pages, size = (seqs, round_up(capacity, 64)) if capacity else (0, 64)
+        pool = PagePool(
+            format, pages, size, kv_heads, device, key_offset=key_offset, value_offset=value_offset, growable=True
+        )
+        return cls(Table(pool, seqs, max_width=1), exact, backend)
+
+    @classmethod
+    def ring(
+        cls,
+        format: Format,
+        seqs: int,
+        kv_heads: int,
+        window: int,
+        sinks: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        page_size: int = 64,
+        chunk: int | None = None,
+        rollback: int = 0,
+        exact: Exact | None = None,
+        key_offset: Tensor | None = None,
+        value_offset: Tensor | None = None,
+        backend: str | None = None,
+    ) -> KVCache:
+        """The last `window` tokens of each sequence and its first `sinks`, in a fixed number of pages.
+
+        `chunk` queries at once still see their whole windows (default window / 8, at least 16; `step` takes more in
+        pieces), and a sequence can be truncated by up to `rollback` tokens.
+        """
+        checks.whole("seqs", seqs, 0)
+        checks.whole("window", window, 1)
+        kept = Kept(window, sinks, max(16, window // 8) if chunk is None else chunk, rollback)
+        for name, number, least in (("sinks", sinks, 0), ("chunk", kept.chunk, 1), ("rollback", rollback, 0)):
+            checks.whole(name, number, least)
+        pool = PagePool(
+            format, 0, page_size, kv_heads, device, key_offset=key_offset, value_offset=value_offset, growable=True
+        )
+        return cls(Table(pool, seqs, kept=kept), exact, backend)
+
+    @classmethod
+    def paged(
+        cls,
+        pool: PagePool,
+        seqs: int,
+        max_tokens: int | None = None,
+        *,
+        exact: Exact | None = None,
+        backend: str | None = None,
+    ) -> KVCache:
+        """Sequences in the pages of a pool that other caches may share. `max_tokens` fixes the width of the table."""
+        checks.whole("seqs", seqs, 0)
+        if pool.growable:
+            raise InputError("a paged cache needs a pool of fixed size")
+        if max_tokens is not None:
+            checks.whole("max_tokens", max_tokens, 1)
+        return cls(Table(pool, seqs, None if max_tokens is None else -(-max_tokens // pool.page_size)), exact, backend)
+
+    # what is there
+
+    @property
+    def format(self) -> Format:
+        return self._table.pool.format
+
+    @property
+    def pool(self) -> PagePool:
+        return self._table.pool
+
+    @property
+    def seqs(self) -> int:
+        return len(self._table.rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens appended to each sequence so far."""
+        self._refresh()
+        return list(self._table.lengths)
+
+    @property
+    def pages(self) -> Pages:
+        """What `attend` and `append` take. Valid until the cache grows, is reordered or widens its table."""
+        return self._table.pages
+
+    @property
+    def bytes_held(self) -> int:
+        """Every byte this cache occupies: its pages (all of a private pool), tables, offsets, exact tokens."""
+        return sum(table.bytes_held for table in self._tables)
+
+    @property
+    def saturated(self) -> int:
+        """How many stored vectors had a scale beyond the range of its dtype."""
+        count = 0
+        for seq in range(self.seqs):
+            for codes in self.codes(seq):
+                if codes.scale is not None:
+                    count += int((codes.scale.abs() == torch.finfo(codes.scale.dtype).max).sum())
+        return count
+
+    def positions(self, seq: int) -> Tensor:
+        """The positions of a sequence that are still held; in a ring the sinks and the most recent ones."""
+        self._refresh()
+        self._table.check_seq(seq)
+        return self._table.positions(seq)
+
+    def codes(self, seq: int) -> tuple[Codes, Codes]:
+        """Keys and values of a sequence as they are stored, [n, kv_heads, …] at `positions(seq)`."""
+        return self.pages.stored(seq, self.positions(seq))
+
+    def decode(self, seq: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Keys and values that the codes of a sequence stand for, [n, kv_heads, dim] at `positions(seq)`."""
+        (keys, values), pool, backend = self.codes(seq), self.pool, self.backend
+        k = ops.decode(keys, self.format.key, pool.key_offset, dtype=dtype, backend=backend)
+        return k, ops.decode(values, self.format.value, pool.value_offset, dtype=dtype, backend=backend)
+
+    # append and attend
+
+    def append(self, k: Tensor, v: Tensor, starts: Starts = None) -> None:
+        """Add tokens [tokens, kv_heads, dim]: sequence i gets rows starts[i]:starts[i+1], one each without starts."""
+        checks.new_tokens(k, v, self.pages)
+        bounds = self._bounds(starts, k.shape[0])
+        self._refresh()
+        self._make_room(bounds)
+        for table in self._tables:
+            self._append(table, k, v, bounds)
+
+    def append_codes(self, keys: Codes, values: Codes, starts: Starts = None) -> None:
+        """Add tokens that already are encoded, for a cache without exact tokens."""
+        if self._exact_table is not None:
+            raise InputError("codes cannot be appended to a cache that keeps exact tokens: append the vectors")
+        checks.new_codes(keys, values, self.pages)
+        bounds = self._bounds(starts, keys.data.shape[0])
+        self._refresh()
+        self._make_room(bounds)
+        ops.append_codes(self.pages, keys, values, bounds, backend=self.backend)
+        self._table.advance(bounds)
+
+    def attend(
+        self,
+        q: Tensor,
+        starts: Starts = None,
+        scoring: Scoring | None = None,
+        *,
+        sink_logits: Tensor | None = None,
+        splits: int | None = None,
+        precision: str = "fast",
+    ) -> Partial:
+        """Attention of the last tokens of each sequence, q [tokens, heads, dim], over all it holds.
+
+        Without a scoring everything is visible, in a ring its window and sinks.
+        """
+        call = _Call(self._scoring(scoring), sink_logits, splits, precision)
+        self._check_queries(q, call)
+        bounds = self._bounds(starts, q.shape[0])
+        self._refresh()
+        self._check_reach(bounds, call.scoring)
+        return self._attend(q, bounds, call)
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Starts = None,
+        scoring: Scoring | None = None,
+        *,
+        sink_logits: Tensor | None = None,
+        splits: int | None = None,
+        precision: str = "fast",
+    ) -> Partial:
+        """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
+        call = _Call(self._scoring(scoring), sink_logits, splits, precision)
+        self._check_queries(q, call)
+        checks.new_tokens(k, v, self.pages)
+        if q.shape[0] != k.shape[0]:
+            raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+        bounds = self._bounds(starts, k.shape[0])
+        self._refresh()
+        self._make_room(bounds)
+        kept, longest = self._table.kept, _longest(bounds)
+        if kept is None or longest <= kept.chunk:
+            return self._step(q, k, v, bounds, call)
+        out, lse = q.new_empty(*q.shape[:2], self.format.value.dim), None
+        for lo in range(0, longest, kept.chunk):
+            rows: list[int] = []
+            piece = [0]
+            for a, b in itertools.pairwise(bounds):
+                rows += range(min(a + lo, b), min(a + lo + kept.chunk, b))
+                piece.append(len(rows))
+            at = torch.tensor(rows, device=q.device)
+            part = self._step(q[at], k[at], v[at], piece, call)
+            lse = part.lse.new_empty(q.shape[:2]) if lse is None else lse
+            out[at], lse[at] = part
+        assert lse is not None
+        return Partial(out, lse)
+
+    # change what is there
+
+    def reserve(self, tokens: int | Sequence[int]) -> None:
+        """Make room for this many more tokens in every sequence (or in each its own), so that no append has to."""
+        new = [tokens] * self.seqs if isinstance(tokens, int) else list(tokens)
+        if len(new) != self.seqs or any(n < 0 for n in new):
+            raise InputError(f"reserve needs {self.seqs} counts of at least 0, got {new}")
+        bounds = [0]
+        for n in new:
+            bounds.append(bounds[-1] + n)
+        self._refresh()
+        self._make_room(bounds)
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget the tokens of a sequence from position `length` on."""
+        self._refresh()
+        self._table.check_seq(seq)
+        if not 0 <= length <= self._table.lengths[seq]:
+            raise InputError(f"sequence {seq} can be truncated to 0 … {self._table.lengths[seq]} tokens, got {length}")
+        for table in self._tables:
+            table.check_rollback(seq, length)
+        for table in self._tables:
+            table.truncate(seq, length)
+
+    def free(self, seq: int) -> None:
+        """Give back the pages of a sequence; it stays as an empty one."""
+        self.truncate(seq, 0)
+
+    def fork(self, source: int, target: int) -> None:
+        """Make sequence `target` a copy of `source`. Pages are shared until one of the two writes to them."""
+        self._table.check_seq(source)
+        self._table.check_seq(target)
+        self.reorder([source if seq == target else seq for seq in range(self.seqs)])
+
+    def reorder(self, index: Sequence[int] | Tensor) -> None:
+        """Sequence i becomes what sequence index[i] was. The index may repeat, drop or add sequences."""
+        chosen = index.tolist() if isinstance(index, Tensor) else list(index)
+        for seq in chosen:
+            self._table.check_seq(seq)
+        self._refresh()
+        for table in self._tables:
+            table.reorder(chosen)
+
+    def sync(self) -> None:
+        """Read the lengths from the device, after a captured graph or compiled function appended to `pages`."""
+        self._table.sync()
+
+    # inside
+
+    @property
+    def _tables(self) -> list[Table]:
+        return [self._table] if self._exact_table is None else [self._table, self._exact_table]
+
+    def _refresh(self) -> None:
+        """On the CPU the lengths can be read at any time; on a GPU the host's copy stands until sync()."""
+        if self.pool.device.type == "cpu":
+            self.sync()
+
+    def _bounds(self, starts: Starts, tokens: int) -> list[int]:
+        given = starts.tolist() if isinstance(starts, Tensor) else starts
+        return checks.bounds("starts", given, self.seqs, tokens)
+
+    def _scoring(self, given: Scoring | None) -> Scoring:
+        """By default a ring's own window; the exact tokens are always the cache's own."""
+        kept = self._table.kept
+        scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
+        if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
+            raise InputError(
+                f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
+                f" got a window of {scoring.window} and {scoring.sinks} sinks"
+            )
+        if scoring.first or scoring.recent or scoring.exact:
+            raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
+        return dataclasses.replace(scoring, first=self.exact.first, recent=self.exact.recent)
+
+    def _check_queries(self, q: Tensor, call: _Call) -> None:
+        checks.queries(q, self.pool.kv_heads, self.format.key.dim, self.pool.device)
+        checks.logits(call.sink_logits, q.shape[1], self.pool.device)
+        checks.options(call.precision, call.splits)
+
+    def _check_reach(self, bounds: list[int], scoring: Scoring) -> None:
+        """Every key that a query may see must still be held."""
+        windows = (scoring.window, scoring.recent)
+        for seq, length in enumerate(self._table.lengths):
+            queries = bounds[seq + 1] - bounds[seq]
+            if queries > length and scoring.causal:
+                raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
+            for table, window in zip(self._tables, windows, strict=False):
+                oldest = max(0, length - queries - (window or 0) + 1)
+                if table.kept is not None and queries and window and oldest < table.highest[seq] - table.pages.wrap:
+                    raise InputError(
+                        f"{queries} queries of sequence {seq} reach back to position {oldest}, which is no longer held:"
+                        f" attend with at most {table.kept.chunk} queries, or use step"
+                    )
+
+    def _make_room(self, bounds: list[int]) -> None:
+        for table in self._tables:  # the second has a growable pool and never refuses
+            table.make_room(bounds)
+
+    def _append(self, table: Table, k: Tensor, v: Tensor, bounds: list[int]) -> None:
+        ops.append(table.pages, k, v, bounds, backend=self.backend)
+        table.advance(bounds)
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call) -> Partial:
+        exact = self._exact_table
+        self._append(self._table, k, v, bounds)
+        if exact is None:
+            return self._attend(q, bounds, call)
+        assert exact.kept is not None
+        if _longest(bounds) <= exact.kept.chunk:
+            self._append(exact, k, v, bounds)
+            return self._attend(q, bounds, call)
+        # Many new tokens: the exact ones are among those held so far and the new ones themselves.
+        scoring, dtype = dataclasses.replace(call.scoring, exact=True), self.exact.dtype
+        ends = self._table.lengths
+        parts = (
+            self._attend_table(q, self._table, bounds, call),
+            ops.attend(q, exact.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend),
+            ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
+        )
+        self._append(exact, k, v, bounds)
+        return _with_sink(merge(*parts), call)
+
+    def _attend(self, q: Tensor, bounds: list[int], call: _Call) -> Partial:
+        if self._exact_table is None:
+            return self._attend_table(q, self._table, bounds, call)
+        exact = call._replace(scoring=dataclasses.replace(call.scoring, exact=True), sink_logits=None)
+        parts = (
+            self._attend_table(q, self._table, bounds, call._replace(sink_logits=None)),
+            self._attend_table(q, self._exact_table, bounds, exact),
+        )
+        return _with_sink(merge(*parts), call)
+
+    def _attend_table(self, q: Tensor, table: Table, bounds: list[int], call: _Call) -> Partial:
+        return ops.attend(
+            q,
+            table.pages,
+            bounds,
+            call.scoring,
+            sink_logits=call.sink_logits,
+            splits=call.splits,
+            precision=call.precision,
+            backend=self.backend,
+        )
+
+    def _make_exact_table(self) -> Table | None:
+        """Exact tokens are a ring of 16-bit vectors: `recent` is its window, `first` its sinks."""
+        first, recent, dtype, rollback = self.exact
+        for name, number in (("first", first), ("recent", recent), ("rollback", rollback)):
+            checks.whole(name, number, 0)
+        if not first and not recent:
+            return None
+        key, value = (Codec(codec.dim, 16, dtype=dtype) for codec in (self.format.key, self.format.value))
+        pool = PagePool(Format(key, value), 0, 16, self.pool.kv_heads, self.pool.device, growable=True)
+        return Table(pool, self.seqs, kept=Kept(max(recent, 1), first, 16, rollback))
+
+
+class _Call(NamedTuple):
+    """The options of one attention call."""
+
+    scoring: Scoring
+    sink_logits: Tensor | None
+    splits: int | None
+    precision: str
+
+
+def _with_sink(part: Partial, call: _Call) -> Partial:
+    return part if call.sink_logits is None else merge(part, sink(call.sink_logits, part))
+
+
+def _longest(bounds: list[int]) -> int:
+    return max((b - a for a, b in itertools.pairwise(bounds)), default=0)

@@ -1,0 +1,158 @@
+"""Arguments from outside, checked before anything is written: one sentence with what, what is allowed, what came."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .codec import Codec, Codes
+from .errors import InputError
+from .pages import Pages
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+PRECISIONS = ("fast", "exact")
+
+Starts = Sequence[int] | Tensor | None
+
+
+def whole(name: str, number: int, least: int) -> None:
+    if not isinstance(number, int) or number < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {number}")
+
+
+def floating(name: str, x: Tensor, device: torch.device | None = None) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in FLOATS:
+        raise InputError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"{name} requires grad and aurakv computes no gradients: use torch.no_grad() or {name}.detach()"
+        )
+    if device is not None and x.device != device:
+        raise InputError(f"{name} must be on {device} like the cache, got {x.device}")
+
+
+def queries(q: Tensor, kv_heads: int, dim: int, device: torch.device) -> None:
+    """q [tokens, heads, dim] with a whole number of query heads per KV head."""
+    floating("q", q, device)
+    if q.ndim != 3 or q.shape[2] != dim or q.shape[1] == 0 or q.shape[1] % kv_heads:
+        raise InputError(
+            f"q must be [tokens, heads, {dim}] with heads a multiple of {kv_heads} KV heads, got {list(q.shape)}"
+        )
+
+
+def new_tokens(k: Tensor, v: Tensor, pages: Pages) -> None:
+    """k, v [tokens, kv_heads, dim] for an append."""
+    for name, x, codec in (("k", k, pages.format.key), ("v", v, pages.format.value)):
+        floating(name, x, pages.data.device)
+        if x.ndim != 3 or x.shape[1:] != (pages.kv_heads, codec.dim):
+            raise InputError(f"{name} must be [tokens, {pages.kv_heads}, {codec.dim}], got {list(x.shape)}")
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"k and v must have as many tokens as each other, got {k.shape[0]} and {v.shape[0]}")
+
+
+def rows(name: str, codes: Codes, codec: Codec, ndim: int | None = None) -> None:
+    """Codes [..., kv_heads, row_bytes] with their scales."""
+    data, scale = codes
+    if data.dtype != torch.uint8 or data.ndim < 2 or data.shape[-1] != codec.row_bytes or ndim not in (None, data.ndim):
+        shape = "..., kv_heads" if ndim is None else "n, kv_heads"
+        raise InputError(f"{name} data must be uint8 [{shape}, {codec.row_bytes}], got {data.dtype} {list(data.shape)}")
+    if not codec.coded:
+        if scale is not None:
+            raise InputError(f"{name} stored at 16 bits have no scale")
+    elif scale is None or scale.shape != data.shape[:-1] or scale.dtype != codec.dtype or scale.device != data.device:
+        got = "none" if scale is None else f"{scale.dtype} {list(scale.shape)} on {scale.device}"
+        raise InputError(f"{name} scale must be {codec.dtype} {list(data.shape[:-1])} on {data.device}, got {got}")
+
+
+def new_codes(keys: Codes, values: Codes, pages: Pages) -> None:
+    """Encoded tokens [tokens, kv_heads] for an append."""
+    for name, codes, codec in (("keys", keys, pages.format.key), ("values", values, pages.format.value)):
+        rows(name, codes, codec, ndim=3)
+        if codes.data.shape[1] != pages.kv_heads or codes.data.device != pages.data.device:
+            raise InputError(
+                f"{name} must have {pages.kv_heads} KV heads on {pages.data.device},"
+                f" got {codes.data.shape[1]} on {codes.data.device}"
+            )
+    if keys.data.shape[0] != values.data.shape[0]:
+        raise InputError(f"keys and values must be equally many, got {keys.data.shape[0]} and {values.data.shape[0]}")
+
+
+def logits(sink_logits: Tensor | None, heads: int, device: torch.device) -> None:
+    if sink_logits is None:
+        return
+    floating("sink_logits", sink_logits, device)
+    if sink_logits.shape != (heads,):
+        raise InputError(f"sink_logits must be [{heads}] (query heads), got {list(sink_logits.shape)}")
+
+
+def starts(name: str, given: Starts, seqs: int, tokens: int, device: torch.device) -> Tensor:
+    """Row boundaries [seqs + 1] as int32 on the device: from a list or tensor, or one token per sequence if None.
+
+    A tensor that already is on a GPU is not read here: kernels stay in bounds whatever it holds.
+    """
+    if given is None and tokens == seqs:
+        return _one_each(seqs, device)
+    if isinstance(given, Tensor):
+        if given.dtype not in (torch.int32, torch.int64) or given.shape != (seqs + 1,):
+            raise InputError(f"{name} must be int32 or int64 [{seqs + 1}], got {given.dtype} {list(given.shape)}")
+        if given.device.type != "cpu":
+            if given.device != device:
+                raise InputError(f"{name} must be on {device} or the CPU, got {given.device}")
+            return given.to(torch.int32)
+        bounds(name, given.tolist(), seqs, tokens)
+        return given.to(device=device, dtype=torch.int32)
+    return torch.tensor(bounds(name, given, seqs, tokens), dtype=torch.int32, device=device)
+
+
+def bounds(name: str, given: Sequence[int] | None, seqs: int, tokens: int) -> list[int]:
+    """Row boundaries on the host: rising from 0 to the number of tokens; one token per sequence if None."""
+    if given is None:
+        if tokens != seqs:
+            raise InputError(
+                f"{tokens} tokens for {seqs} sequences need {name}: sequence i owns rows {name}[i]:{name}[i+1]"
+            )
+        return list(range(seqs + 1))
+    rows = list(given)
+    rising = all(a <= b for a, b in itertools.pairwise(rows))
+    if len(rows) != seqs + 1 or rows[0] != 0 or rows[-1] != tokens or not rising:
+        raise InputError(f"{name} must rise from 0 to {tokens} tokens in {seqs + 1} numbers, got {rows}")
+    return rows
+
+
+def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
+    """The position after the last query of each sequence; by default its length."""
+    if given is None:
+        return lengths
+    tensor = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int32)
+    if tensor.shape != lengths.shape or tensor.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"ends must be int32 or int64 [{lengths.shape[0]}], got {tensor.dtype} {list(tensor.shape)}")
+    return tensor.to(device=lengths.device, dtype=torch.int32)
+
+
+def options(precision: str, splits: int | None) -> None:
+    if precision not in PRECISIONS:
+        raise InputError(f"precision must be one of {list(PRECISIONS)}, got {precision!r}")
+    if splits is not None and splits < 1:
+        raise InputError(f"splits must be at least 1, got {splits}")
+
+
+def workspace(given: Tensor | None, needed: int, device: torch.device) -> None:
+    if given is None:
+        return
+    if given.dtype != torch.uint8 or not given.is_contiguous() or given.device != device or given.numel() < needed:
+        raise InputError(
+            f"workspace must be contiguous uint8 with at least {needed} bytes on {device},"
+            f" got {given.dtype} with {given.numel()} on {given.device}"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _one_each(seqs: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # cached: must not become an inference tensor
+        return torch.arange(seqs + 1, dtype=torch.int32, device=device)

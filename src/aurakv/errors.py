@@ -1,0 +1,21 @@
+"""Every error aurakv raises on purpose: one root, one clear sentence each (what, what is allowed, what came)."""
+
+
+class AuraError(Exception):
+    """Root of all errors raised by aurakv."""
+
+
+class InputError(AuraError, ValueError):
+    """An argument is wrong: bits, dimensions, shapes, dtypes, devices, options."""
+
+
+class FileError(InputError):
+    """A file is not a cache this version can read: wrong version, truncated, corrupted or hostile."""
+
+
+class CapacityError(AuraError, RuntimeError):
+    """There is no room: pages, capacity, or the rollback of a ring."""
+
+
+class BackendError(AuraError, RuntimeError):
+    """A backend that was asked for by name cannot run this."""

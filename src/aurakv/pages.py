@@ -1,0 +1,168 @@
+"""Pages: a page table over one raw tensor. Contiguous, ring and paged caches differ only in the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .codec import Codec, Codes, Format
+from .errors import InputError
+
+SPARE_BYTES = 64  # behind the last page, so that kernels may read past the last row
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What attention reads: the stored tokens of some sequences. The position of a token gives its slot:
+
+    page p = pos // page_size is table entry p while p < pinned, else pinned + (p − pinned) mod (width − pinned).
+    """
+
+    format: Format
+    page_size: int
+    data: Tensor  # [pages, kv_heads, page bytes] uint8, the parts of a piece as Format.layout says
+    table: Tensor  # [seqs, width] int32 page indices; −1 where no page is allocated
+    lengths: Tensor  # [seqs] int32: tokens appended so far
+    overflow: Tensor  # [1] int32: set by an append that did not fit and therefore wrote nothing
+    ring: bool = False  # whether positions beyond the table wrap; otherwise an append must fit
+    pinned: int = 0  # leading table entries that never wrap
+    key_offset: Tensor | None = None  # [kv_heads, dim] float32, subtracted before rotation
+    value_offset: Tensor | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def seqs(self) -> int:
+        return self.table.shape[0]
+
+    @property
+    def wrap(self) -> int:
+        """How many positions lie between two tokens that share a slot of the ring."""
+        return (self.table.shape[1] - self.pinned) * self.page_size
+
+    def slots(self, seq: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Page index and row inside the page of each position."""
+        page = positions // self.page_size
+        wrapped = self.pinned + (page - self.pinned) % max(1, self.table.shape[1] - self.pinned)
+        entry = torch.where(page < self.pinned, page, wrapped)
+        return self.table[seq, entry].long(), positions % self.page_size
+
+    def key_parts(self) -> Codes:
+        """The keys of all pages: data [pages, kv_heads, page_size, row_bytes], scale [pages, kv_heads, page_size]."""
+        return parts(self.format, self.data, self.page_size)[0]
+
+    def value_parts(self) -> Codes:
+        return parts(self.format, self.data, self.page_size)[1]
+
+    def stored(self, seq: int, positions: Tensor) -> tuple[Codes, Codes]:
+        """Keys and values at these positions as they are stored: [n, kv_heads, …]."""
+        page, row = self.slots(seq, positions)
+
+        def gather(part: Codes) -> Codes:
+            return Codes(part.data[page, :, row], None if part.scale is None else part.scale[page, :, row])
+
+        return gather(self.key_parts()), gather(self.value_parts())
+
+    def check(self) -> None:
+        """Refuse a description that does not fit its tensors. Reads no device memory; done once per object."""
+        if not self.__dict__.get("_checked"):
+            self._check()
+            object.__setattr__(self, "_checked", True)
+
+    def _check(self) -> None:
+        layout = self.format.layout(self.page_size) if self.page_size > 0 else None
+        if layout is None:
+            raise InputError(f"page_size must be positive, got {self.page_size}")
+        if self.data.dtype != torch.uint8 or self.data.ndim != 3 or self.data.shape[2] != layout.bytes:
+            raise InputError(
+                f"page data of {self.format} with {self.page_size} tokens a page is"
+                f" uint8 [pages, kv_heads, {layout.bytes}],"
+                f" got {self.data.dtype} {list(self.data.shape)}"
+            )
+        if not self.data.is_contiguous() or self.data.data_ptr() % 16:
+            raise InputError("page data must be contiguous and aligned to 16 bytes")
+        for name, tensor, ndim in (
+            ("table", self.table, 2),
+            ("lengths", self.lengths, 1),
+            ("overflow", self.overflow, 1),
+        ):
+            if tensor.dtype != torch.int32 or tensor.ndim != ndim or not tensor.is_contiguous():
+                raise InputError(
+                    f"{name} must be contiguous int32 with {ndim} dimensions, got {tensor.dtype} {list(tensor.shape)}"
+                )
+            if tensor.device != self.data.device:
+                raise InputError(f"{name} must be on {self.data.device} like the page data, got {tensor.device}")
+        if self.lengths.shape[0] != self.seqs or self.overflow.shape[0] != 1:
+            raise InputError(f"{self.seqs} table rows need {self.seqs} lengths and 1 overflow flag")
+        if not 0 <= self.pinned <= self.table.shape[1] or (self.ring and self.pinned == self.table.shape[1]):
+            raise InputError(
+                f"pinned entries must leave room in a table of width {self.table.shape[1]}, got {self.pinned}"
+            )
+        check_offset("key_offset", self.key_offset, self.format.key, self.kv_heads, self.data.device)
+        check_offset("value_offset", self.value_offset, self.format.value, self.kv_heads, self.data.device)
+
+    def check_values(self) -> None:
+        """Refuse tables, lengths and offsets whose contents are out of range. Waits for the device."""
+        lengths = self.lengths.tolist()
+        capacity = self.table.shape[1] * self.page_size
+        for seq, length in enumerate(lengths):
+            if length < 0 or (length > capacity and not self.ring):
+                raise InputError(f"length of sequence {seq} must be from 0 to {capacity}, got {length}")
+            pages = self.table[seq, : -(-length // self.page_size)]
+            if len(pages) and (int(pages.min()) < 0 or int(pages.max()) >= self.data.shape[0]):
+                raise InputError(f"the table of sequence {seq} names pages outside 0 … {self.data.shape[0] - 1}")
+        if int(self.table.numel()) and (int(self.table.min()) < -1 or int(self.table.max()) >= self.data.shape[0]):
+            raise InputError(f"table entries must be from -1 to {self.data.shape[0] - 1}")
+        for name, offset in (("key_offset", self.key_offset), ("value_offset", self.value_offset)):
+            if offset is not None and not bool(offset.isfinite().all()):
+                raise InputError(f"{name} must be finite")
+
+
+def allocate(format: Format, page_size: int, num_pages: int, kv_heads: int, device: torch.device) -> Tensor:
+    """Uninitialised page data with spare bytes behind it."""
+    size = format.layout(page_size).bytes
+    total = num_pages * kv_heads * size
+    return torch.empty(total + SPARE_BYTES, dtype=torch.uint8, device=device)[:total].view(num_pages, kv_heads, size)
+
+
+def parts(format: Format, data: Tensor, page_size: int) -> tuple[Codes, Codes]:
+    """Views of the keys and values in page data [pages, kv_heads, bytes]."""
+    layout = format.layout(page_size)
+
+    def part(codec: Codec, codes_at: int, scales_at: int) -> Codes:
+        rows = data[:, :, codes_at : codes_at + page_size * codec.row_bytes].unflatten(-1, (page_size, codec.row_bytes))
+        if not codec.coded:
+            return Codes(rows, None)
+        return Codes(rows, data[:, :, scales_at : scales_at + page_size * codec.scale_bytes].view(codec.dtype))
+
+    return (
+        part(format.key, layout.key_codes, layout.key_scales),
+        part(format.value, layout.value_codes, layout.value_scales),
+    )
+
+
+def copy_rows(format: Format, source: tuple[Tensor, int], target: tuple[Tensor, int]) -> None:
+    """Copy pages (data, page_size) into pages of another size, as many rows as both have."""
+    rows = min(source[1], target[1])
+    for a, b in zip(parts(format, *source), parts(format, *target), strict=True):
+        b.data[:, :, :rows] = a.data[:, :, :rows]
+        if a.scale is not None and b.scale is not None:
+            b.scale[:, :, :rows] = a.scale[:, :, :rows]
+
+
+def check_offset(name: str, offset: Tensor | None, codec: Codec, kv_heads: int, device: torch.device) -> None:
+    if offset is None:
+        return
+    if not codec.coded:
+        raise InputError(f"{name} has no meaning for vectors stored at 16 bits")
+    if offset.dtype != torch.float32 or offset.shape != (kv_heads, codec.dim) or not offset.is_contiguous():
+        raise InputError(
+            f"{name} must be contiguous float32 [{kv_heads}, {codec.dim}] (KV heads, dim),"
+            f" got {offset.dtype} {list(offset.shape)}"
+        )
+    if offset.device != device:
+        raise InputError(f"{name} must be on {device} like the data, got {offset.device}")

@@ -1,0 +1,77 @@
+"""Scoring: which keys a query sees and what happens to its scores before the softmax."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Positions count from the first token of a sequence; queries are its last tokens."""
+
+    scale: float | None = None  # multiplies q·k; None is 1/√(key dim)
+    causal: bool = True  # see t ≤ p; False sees every key (cross attention)
+    window: int | None = None  # see t > p − window
+    sinks: int = 0  # with a window, also see t < sinks
+    softcap: float | None = None  # score becomes c·tanh(score/c)
+    first: int = 0  # keys t < first are used uncompressed …
+    recent: int = 0  # … and so are keys t > p − recent
+    exact: bool = False  # score those uncompressed keys only; False scores all the others
+    threshold: float = 0.0  # values whose weight in this call is below may be skipped; lse counts them all the same
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise InputError(f"scale must be a finite number, got {self.scale}")
+        if self.window is not None and self.window <= 0:
+            raise InputError(f"window must be positive, got {self.window}")
+        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
+            raise InputError(f"softcap must be positive and finite, got {self.softcap}")
+        for name in ("sinks", "first", "recent"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 <= self.threshold < 1:
+            raise InputError(f"threshold must be at least 0 and below 1, got {self.threshold}")
+
+    def multiplier(self, key_dim: int) -> float:
+        return key_dim**-0.5 if self.scale is None else self.scale
+
+    def visible(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether the query at a position sees the key at a position; the shapes broadcast."""
+        seen = torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=query.device)
+        if self.causal:
+            seen &= key <= query
+        if self.window is not None:
+            seen &= (key > query - self.window) | (key < self.sinks)
+        uncompressed = (key < self.first) | ((key > query - self.recent) & (self.recent > 0))
+        return seen & (uncompressed == self.exact)
+
+    def cap(self, scores: Tensor) -> Tensor:
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    def spans(self, lowest: int, highest: int, length: int) -> list[range]:
+        """Disjoint ascending ranges of key positions below `length` that hold every key that queries at positions
+        lowest … highest see; what lies outside is never read."""
+        stop = min(length, highest + 1) if self.causal else length
+        if self.window is None:
+            spans = [range(0, stop)]
+        else:
+            start = max(0, lowest - self.window + 1)
+            spans = [range(0, min(self.sinks, start, stop)), range(start, stop)]
+        if self.exact:
+            start = max(self.first, lowest - self.recent + 1)
+            near = [range(start, stop)] if self.recent else []
+            spans = [_overlap(a, b) for a in spans for b in [range(0, self.first), *near]]
+        else:
+            last = highest - self.recent + 1 if self.recent else stop
+            spans = [_overlap(a, range(self.first, max(last, self.first))) for a in spans]
+        return [span for span in spans if len(span)]
+
+
+def _overlap(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))

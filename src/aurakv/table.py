@@ -1,0 +1,197 @@
+"""Table: which page of a pool holds which tokens of which sequence. Contiguous, ring and paged storage are one rule."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import CapacityError, InputError
+from .pages import Pages
+from .pool import PagePool
+
+GROWTH = 8  # a full contiguous cache grows by 1/8, so a token is copied about 8 times however long the sequence gets
+
+
+class Kept(NamedTuple):
+    """What a ring keeps: `window` tokens for each of `chunk` queries, also after truncating by up to `rollback`."""
+
+    window: int
+    sinks: int
+    chunk: int
+    rollback: int
+
+    def width(self, page_size: int) -> int:
+        """Table entries: pinned ones for the sinks, the rest rounded up to pages, one more for the ragged start."""
+        kept = self.window + self.chunk - 1 + self.rollback
+        return -(-self.sinks // page_size) + -(-kept // page_size) + 1
+
+
+class Table:
+    """The page table of some sequences, on the host and as `pages` on the device.
+
+    kept: a ring; else max_width bounds the entries of a sequence (None: as many as needed). A growable pool without
+    `kept` makes a contiguous table: one page per sequence, which grows.
+    """
+
+    def __init__(self, pool: PagePool, seqs: int, max_width: int | None = None, kept: Kept | None = None) -> None:
+        self.pool, self.kept = pool, kept
+        self.max_width = max_width if kept is None else kept.width(pool.page_size)
+        self.pinned = 0 if kept is None else -(-kept.sinks // pool.page_size)
+        self.rows = [
+            [-1] * (self.max_width or 1) for _ in range(seqs)
+        ]  # page of each entry, −1 where there is none yet
+        self.lengths = [0] * seqs
+        self.highest = [0] * seqs  # longest a sequence has been: in a ring, what lies a wrap below is overwritten
+        self.publish()
+
+    @property
+    def contiguous(self) -> bool:
+        return self.kept is None and self.pool.growable
+
+    @property
+    def bytes_held(self) -> int:
+        """The pages of the sequences (of a private pool all of it) and the table itself."""
+        if self.pool.growable:
+            pages = self.pool.bytes_held
+        else:
+            pages = len({page for row in self.rows for page in row if page >= 0}) * self.pool.data[:1].nbytes
+        return pages + self.pages.table.nbytes + self.pages.lengths.nbytes + self.pages.overflow.nbytes
+
+    def sync(self) -> None:
+        """Read the lengths from the device and report an append that did not fit."""
+        pages = self.pages
+        overflow = int(pages.overflow)
+        self.lengths = pages.lengths.tolist()
+        self.highest = [max(pair) for pair in zip(self.highest, self.lengths, strict=True)]
+        if overflow:
+            pages.overflow.zero_()
+            raise CapacityError("an earlier append did not fit its pages and wrote nothing: reserve room for it first")
+
+    def positions(self, seq: int) -> Tensor:
+        """The positions that are still held: in a ring the sinks and the most recent ones."""
+        position = torch.arange(self.lengths[seq], device=self.pool.device)
+        if self.kept is None:
+            return position
+        held = position >= self.highest[seq] - self.pages.wrap
+        return position[held | (position < self.pinned * self.pool.page_size)]
+
+    def make_room(self, bounds: list[int]) -> None:
+        """Pages of their own for all tokens about to be written; refuses with nothing changed if there are too few."""
+        totals = [length + b - a for length, a, b in zip(self.lengths, bounds, bounds[1:], strict=False)]
+        longest = max(totals, default=0)
+        size = self.pool.page_size
+        if self.contiguous and longest > size:
+            self.pool.resize_pages(round_up(max(longest, size + size // GROWTH), 64))
+            size = self.pool.page_size
+        width = len(self.rows[0]) if self.rows else 0
+        wanted = -(-longest // size)
+        if self.kept is None and wanted > width:
+            if self.max_width is not None and wanted > self.max_width:
+                raise CapacityError(
+                    f"a sequence of this cache holds at most {self.max_width * size} tokens, got {longest}"
+                )
+            width = wanted + wanted // 2
+        touched = [
+            (seq, entry, self.rows[seq][entry] if entry < len(self.rows[seq]) else -1)
+            for seq, total in enumerate(totals)
+            for entry in self._entries(self.lengths[seq], total)
+        ]
+        touched = [(seq, entry, page) for seq, entry, page in touched if page < 0 or self.pool.references(page) > 1]
+        shared = Counter(page for _, _, page in touched if page >= 0)
+        copies = sum(min(users, self.pool.references(page) - 1) for page, users in shared.items())
+        self.pool.need(len(touched) - shared.total() + copies)
+        for row in self.rows:
+            row += [-1] * (width - len(row))
+        for seq, entry, page in touched:
+            if page < 0:
+                self.rows[seq][entry] = self.pool.take()
+            elif self.pool.references(page) > 1:  # the last one to come keeps the original
+                self.rows[seq][entry] = self.pool.copy(page)
+        if touched or self.pages.data is not self.pool.data:
+            self.publish()
+
+    def advance(self, bounds: list[int]) -> None:
+        """Follow on the host what an append did to the lengths on the device."""
+        for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
+            self.lengths[seq] += b - a
+            self.highest[seq] = max(self.highest[seq], self.lengths[seq])
+
+    def check_rollback(self, seq: int, length: int) -> None:
+        """After truncating, the next query must still see its whole window."""
+        if self.kept is None or length == 0:
+            return
+        oldest = max(self.pinned * self.pool.page_size, length - self.kept.window + 1)
+        if oldest < min(length, self.highest[seq] - self.pages.wrap):
+            raise CapacityError(
+                f"sequence {seq} has been {self.highest[seq]} tokens long and can be rolled back by"
+                f" {self.kept.rollback}, got a truncate to {length}"
+            )
+
+    def truncate(self, seq: int, length: int) -> None:
+        row = self.rows[seq]
+        keep = len(row) if self.kept is not None and length else -(-length // self.pool.page_size)
+        self.pool.release(page for page in row[keep:] if page >= 0)
+        row[keep:] = [-1] * (len(row) - keep)
+        self.lengths[seq] = length
+        if length == 0:
+            self.highest[seq] = 0
+        self.publish()
+
+    def reorder(self, index: list[int]) -> None:
+        rows = [list(self.rows[seq]) for seq in index]
+        for row in rows:  # before anything is released
+            self.pool.share(page for page in row if page >= 0)
+        for row in self.rows:
+            self.pool.release(page for page in row if page >= 0)
+        self.rows = rows
+        self.lengths = [self.lengths[seq] for seq in index]
+        self.highest = [self.highest[seq] for seq in index]
+        self.publish()
+
+    def publish(self) -> None:
+        """Put the host's table and lengths and the pool's data into `pages`; the same tensors where shapes allow."""
+        pool, old = self.pool, self.__dict__.get("pages")
+        width = len(self.rows[0]) if self.rows else (self.max_width or 1)
+        table = torch.tensor(self.rows, dtype=torch.int32).view(len(self.rows), width)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if old is not None and old.table.shape == table.shape:
+            old.table.copy_(table)
+            old.lengths.copy_(lengths)
+            if old.data is pool.data:
+                return
+            table, lengths = old.table, old.lengths
+        overflow = torch.zeros(1, dtype=torch.int32, device=pool.device) if old is None else old.overflow
+        self.pages = Pages(
+            pool.format,
+            pool.page_size,
+            pool.data,
+            table.to(pool.device),
+            lengths.to(pool.device),
+            overflow,
+            self.kept is not None,
+            self.pinned,
+            pool.key_offset,
+            pool.value_offset,
+        )
+
+    def check_seq(self, seq: int) -> None:
+        if not isinstance(seq, int) or not 0 <= seq < len(self.rows):
+            raise InputError(f"this cache has sequences 0 … {len(self.rows) - 1}, got {seq}")
+
+    def _entries(self, old: int, new: int) -> list[int]:
+        """Table entries that tokens old … new − 1 are written to."""
+        if old == new:
+            return []
+        touched = range(old // self.pool.page_size, (new - 1) // self.pool.page_size + 1)
+        if self.kept is None:
+            return list(touched)
+        turn = len(self.rows[0]) - self.pinned
+        return sorted({p if p < self.pinned else self.pinned + (p - self.pinned) % turn for p in touched})
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
