@@ -320,6 +320,8 @@ class KVCache:
                 f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
                 f" got a window of {scoring.window} and {scoring.sinks} sinks"
             )
+        if kept is not None and not scoring.causal:
+            raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
         if scoring.first or scoring.recent or scoring.exact:
             raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
         return dataclasses.replace(scoring, first=self.exact.first, recent=self.exact.recent)
@@ -365,7 +367,7 @@ class KVCache:
         scoring, dtype = dataclasses.replace(call.scoring, exact=True), self.exact.dtype
         ends = self._table.lengths
         parts = (
-            self._attend_table(q, self._table, bounds, call),
+            self._attend_table(q, self._table, bounds, call._replace(sink_logits=None)),
             ops.attend(q, exact.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend),
             ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
         )

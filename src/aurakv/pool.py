@@ -103,6 +103,11 @@ class PagePool:
         self.release([page])
         return fresh
 
+    def restore(self, data: Tensor, page_size: int, references: list[int]) -> None:
+        """Become a pool with these pages, each named by so many table entries (a cache from a file)."""
+        self.data, self.page_size, self._references = data, page_size, references
+        self._free = [page for page in range(len(references) - 1, -1, -1) if not references[page]]
+
     def resize_pages(self, page_size: int) -> None:
         """Give every page room for more tokens (contiguous caches: a page is a sequence)."""
         self._replace(page_size, self.num_pages)

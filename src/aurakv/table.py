@@ -13,6 +13,7 @@ from .errors import CapacityError, InputError
 from .pages import Pages
 from .pool import PagePool
 
+MAX_LENGTH = 2**31 - 1  # lengths are int32, also those of a ring that holds only the last tokens
 GROWTH = 8  # a full contiguous cache grows by 1/8, so a token is copied about 8 times however long the sequence gets
 
 
@@ -41,6 +42,8 @@ class Table:
         self.pool, self.kept = pool, kept
         self.max_width = max_width if kept is None else kept.width(pool.page_size)
         self.pinned = 0 if kept is None else -(-kept.sinks // pool.page_size)
+        if kept is not None and kept.width(pool.page_size) * pool.page_size > MAX_LENGTH:
+            raise InputError(f"a ring keeps at most {MAX_LENGTH} tokens of a sequence, got {kept}")
         self.rows = [
             [-1] * (self.max_width or 1) for _ in range(seqs)
         ]  # page of each entry, −1 where there is none yet
@@ -73,16 +76,19 @@ class Table:
 
     def positions(self, seq: int) -> Tensor:
         """The positions that are still held: in a ring the sinks and the most recent ones."""
-        position = torch.arange(self.lengths[seq], device=self.pool.device)
+        length, device = self.lengths[seq], self.pool.device
         if self.kept is None:
-            return position
-        held = position >= self.highest[seq] - self.pages.wrap
-        return position[held | (position < self.pinned * self.pool.page_size)]
+            return torch.arange(length, device=device)
+        pinned = min(length, self.pinned * self.pool.page_size)
+        oldest = min(length, max(pinned, self.highest[seq] - self.pages.wrap))
+        return torch.cat([torch.arange(pinned, device=device), torch.arange(oldest, length, device=device)])
 
     def make_room(self, bounds: list[int]) -> None:
         """Pages of their own for all tokens about to be written; refuses with nothing changed if there are too few."""
         totals = [length + b - a for length, a, b in zip(self.lengths, bounds, bounds[1:], strict=False)]
         longest = max(totals, default=0)
+        if longest > MAX_LENGTH:
+            raise CapacityError(f"a sequence has at most {MAX_LENGTH} tokens, got {longest}")
         size = self.pool.page_size
         if self.contiguous and longest > size:
             self.pool.resize_pages(round_up(max(longest, size + size // GROWTH), 64))
@@ -137,8 +143,11 @@ class Table:
         self.pool.release(page for page in row[keep:] if page >= 0)
         row[keep:] = [-1] * (len(row) - keep)
         self.lengths[seq] = length
-        if length == 0:
-            self.highest[seq] = 0
+        # Where the ring is left with nothing, what is appended next is held from there on.
+        if length <= self.pinned * self.pool.page_size:
+            self.highest[seq] = length
+        else:
+            self.highest[seq] = min(self.highest[seq], length + self.pages.wrap)
         self.publish()
 
     def reorder(self, index: list[int]) -> None:
@@ -150,6 +159,15 @@ class Table:
         self.rows = rows
         self.lengths = [self.lengths[seq] for seq in index]
         self.highest = [self.highest[seq] for seq in index]
+        self.publish()
+
+    def restore(
+        self, data: Tensor, page_size: int, rows: list[list[int]], lengths: list[int], highest: list[int]
+    ) -> None:
+        """Become the table of other sequences in a pool of their own (a cache from a file, checked by the caller)."""
+        users = Counter(page for row in rows for page in row if page >= 0)
+        self.pool.restore(data, page_size, [users[page] for page in range(data.shape[0])])
+        self.rows, self.lengths, self.highest = rows, lengths, highest
         self.publish()
 
     def publish(self) -> None:

@@ -19,6 +19,7 @@ from ..partial import Partial, merge, sink
 from ..scoring import Scoring
 
 name = "reference"
+fast_error = 0.0
 
 KEY_BLOCK = 1024
 QUERY_BLOCK = 256
