@@ -50,7 +50,7 @@ def _decode(
     backend: str | None,
 ) -> Tensor:
     parsed = parse_codec(codec, dim)
-    return ops.decode(Codes(data, scale), parsed, offset, rotated=rotated, dtype=dtype, backend=backend).clone()
+    return ops.decode(Codes(data, scale), parsed, offset, rotated=rotated, dtype=dtype, backend=backend)
 
 
 @_decode.register_fake

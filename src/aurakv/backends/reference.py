@@ -36,7 +36,7 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
 def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
     """x [..., kv_heads, dim]; offset [kv_heads, dim]."""
     if not codec.coded:
-        return Codes(x.to(codec.dtype).contiguous().view(torch.uint8), None)
+        return Codes(x.to(codec.dtype, copy=True).contiguous().view(torch.uint8), None)
     x = x.to(_compute_dtype(x))
     y = codec.rotate(x if offset is None else x - offset.to(x.dtype))
     peak = y.abs().amax(-1, keepdim=True)
@@ -59,7 +59,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
 def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
     """x̂, or R x̂ when rotated: [..., kv_heads, dim]."""
     if codes.scale is None:
-        return codes.data.contiguous().view(codec.dtype).to(dtype)
+        return codes.data.contiguous().view(codec.dtype).to(dtype, copy=True)
     work = torch.float64 if dtype == torch.float64 else torch.float32
     levels = codec.level_tensor(work, codes.data.device)
     y = levels[unpack(codes.data, codec.bits)] * codes.scale.to(work)[..., None]
