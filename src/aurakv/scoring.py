@@ -55,7 +55,7 @@ class Scoring:
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def spans(self, lowest: int, highest: int, length: int) -> list[range]:
-        """Disjoint ascending ranges of key positions below `length` that hold every key that queries at positions
+        """Disjoint ranges of key positions below `length` that hold every key that queries at positions
         lowest … highest see; what lies outside is never read."""
         stop = min(length, highest + 1) if self.causal else length
         if self.window is None:

@@ -54,8 +54,8 @@ def attention(
     mask, use = visible.view(n, 1, 1, length), exact.view(n, 1, 1, length)
     grouped = q.to(dtype).reshape(n, kv_heads, heads // kv_heads, dim)
 
-    given = [torch.einsum("nhgd,lhd->nhgl", grouped, k.to(dtype)) for k in (history.exact_k, history.decoded_k)]
-    logits = torch.where(use, *given) * rule.scale
+    raw, coded = (torch.einsum("nhgd,lhd->nhgl", grouped, k.to(dtype)) for k in (history.exact_k, history.decoded_k))
+    logits = torch.where(use, raw, coded) * rule.scale
     logits[~logits.isfinite()] = torch.nan
     if rule.softcap is not None:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
