@@ -126,12 +126,16 @@ class Table:
             self.lengths[seq] += b - a
             self.highest[seq] = max(self.highest[seq], self.lengths[seq])
 
+    def holds_window(self, length: int, highest: int) -> bool:
+        """Whether the next query of a sequence of this length, which once was longer, sees its whole window."""
+        if self.kept is None or length == 0:
+            return True
+        oldest = max(self.pinned * self.pool.page_size, length - self.kept.window + 1)
+        return oldest >= min(length, highest - self.pages.wrap)
+
     def check_rollback(self, seq: int, length: int) -> None:
         """After truncating, the next query must still see its whole window."""
-        if self.kept is None or length == 0:
-            return
-        oldest = max(self.pinned * self.pool.page_size, length - self.kept.window + 1)
-        if oldest < min(length, self.highest[seq] - self.pages.wrap):
+        if self.kept is not None and not self.holds_window(length, self.highest[seq]):
             raise CapacityError(
                 f"sequence {seq} has been {self.highest[seq]} tokens long and can be rolled back by"
                 f" {self.kept.rollback}, got a truncate to {length}"
@@ -143,12 +147,12 @@ class Table:
         self.pool.release(page for page in row[keep:] if page >= 0)
         row[keep:] = [-1] * (len(row) - keep)
         self.lengths[seq] = length
-        # Where the ring is left with nothing, what is appended next is held from there on.
-        if length <= self.pinned * self.pool.page_size:
-            self.highest[seq] = length
-        else:
-            self.highest[seq] = min(self.highest[seq], length + self.pages.wrap)
+        self.highest[seq] = self.lowered(length, self.highest[seq])
         self.publish()
+
+    def lowered(self, length: int, highest: int) -> int:
+        """`highest` after truncating: where nothing is left in the ring, what comes next is held from there on."""
+        return length if length <= self.pinned * self.pool.page_size else min(highest, length + self.pages.wrap)
 
     def reorder(self, index: list[int]) -> None:
         rows = [list(self.rows[seq]) for seq in index]
