@@ -189,10 +189,9 @@ def test_worked_example_in_a_file(tmp_path):
 
 
 def test_every_tensor_and_field_of_a_file_is_documented(tmp_path):
-    offset = torch.ones(1, 16)
-    ring = aurakv.KVCache.ring(
-        aurakv.Format.parse("k4v3", 16), 1, 1, 4, 1, exact=aurakv.Exact(2, 3), key_offset=offset, value_offset=offset
-    )
+    offsets = {"key_offset": torch.ones(1, 16), "value_offset": torch.ones(1, 16)}
+    format = aurakv.Format.parse("k4v3", 16)
+    ring = aurakv.KVCache.ring(format, 1, 1, window=4, sinks=1, exact=aurakv.Exact(2, 3), **offsets)
     ring.append(torch.ones(9, 1, 16), torch.ones(9, 1, 16), [0, 9])
     aurakv.save(ring, tmp_path / "ring.safetensors")
     with safetensors.safe_open(tmp_path / "ring.safetensors", "pt") as file:
