@@ -314,11 +314,16 @@ def test_inference_mode_and_back():
         inside = kv.attend(rand(3, 6, 64), cache.pages).out.clone()
     outside = kv.attend(rand(3, 6, 64), filled(name="k5v6").pages).out
     assert torch.equal(inside, outside)
-    cache = filled()
-    with torch.inference_mode():
+    for made_inside in (True, False):
+        with torch.inference_mode(made_inside):
+            cache = filled()
+        with torch.inference_mode():
+            cache.append(rand(3, 2, 64), rand(3, 2, 64))
         cache.append(rand(3, 2, 64), rand(3, 2, 64))
-    cache.append(rand(3, 2, 64), rand(3, 2, 64))
-    assert cache.lengths == [52, 2, 22]
+        cache.truncate(0, 40)
+        cache.fork(0, 1)
+        cache.append(rand(300, 2, 64), rand(300, 2, 64), [0, 100, 200, 300])
+        assert cache.lengths == [140, 140, 122]
 
 
 def test_python_threads_do_not_disturb_each_other(backend, device):

@@ -264,7 +264,7 @@ class KVCache:
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
-        self._refresh()
+        self.sync()
         self._table.check_seq(seq)
         if not 0 <= length <= self._table.lengths[seq]:
             raise InputError(f"sequence {seq} can be truncated to 0 … {self._table.lengths[seq]} tokens, got {length}")
@@ -288,7 +288,7 @@ class KVCache:
         chosen = index.tolist() if isinstance(index, Tensor) else list(index)
         for seq in chosen:
             self._table.check_seq(seq)
-        self._refresh()
+        self.sync()
         for table in self._tables:
             table.reorder(chosen)
 
@@ -303,7 +303,7 @@ class KVCache:
         return [self._table] if self._exact_table is None else [self._table, self._exact_table]
 
     def _refresh(self) -> None:
-        """On the CPU the lengths can be read at any time; on a GPU the host's copy stands until sync()."""
+        """On the CPU the lengths can be read at any time; on a GPU, appending and attending must not wait for them."""
         if self.pool.device.type == "cpu":
             self.sync()
 

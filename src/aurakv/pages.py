@@ -122,6 +122,7 @@ class Pages:
                 raise InputError(f"{name} must be finite")
 
 
+@torch.inference_mode(False)  # pages outlive the mode they are made in
 def allocate(format: Format, page_size: int, num_pages: int, kv_heads: int, device: torch.device) -> Tensor:
     """Uninitialised page data with spare bytes behind it."""
     size = format.layout(page_size).bytes

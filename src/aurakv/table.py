@@ -118,7 +118,7 @@ class Table:
             elif self.pool.references(page) > 1:  # the last one to come keeps the original
                 self.rows[seq][entry] = self.pool.copy(page)
         if touched or self.pages.data is not self.pool.data:
-            self.publish()
+            self.publish(lengths_too=False)  # a graph on the device may be ahead of the host
 
     def advance(self, bounds: list[int]) -> None:
         """Follow on the host what an append did to the lengths on the device."""
@@ -174,18 +174,22 @@ class Table:
         self.rows, self.lengths, self.highest = rows, lengths, highest
         self.publish()
 
-    def publish(self) -> None:
+    @torch.inference_mode(False)  # what lives as long as the cache must not become an inference tensor
+    def publish(self, lengths_too: bool = True) -> None:
         """Put the host's table and lengths and the pool's data into `pages`; the same tensors where shapes allow."""
         pool, old = self.pool, self.__dict__.get("pages")
         width = len(self.rows[0]) if self.rows else (self.max_width or 1)
         table = torch.tensor(self.rows, dtype=torch.int32).view(len(self.rows), width)
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
         if old is not None and old.table.shape == table.shape:
             old.table.copy_(table)
-            old.lengths.copy_(lengths)
-            if old.data is pool.data:
-                return
-            table, lengths = old.table, old.lengths
+            table = old.table
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if old is not None and len(old.lengths) == len(lengths):
+            if lengths_too:
+                old.lengths.copy_(lengths)
+            lengths = old.lengths
+        if old is not None and old.data is pool.data and old.table is table and old.lengths is lengths:
+            return
         overflow = torch.zeros(1, dtype=torch.int32, device=pool.device) if old is None else old.overflow
         self.pages = Pages(
             pool.format,
