@@ -134,8 +134,8 @@ def same_names(what: str, given: Iterable[str], wanted: set[str]) -> None:
 
 
 def shown(value: object) -> str:
-    """For an error: not longer than a sentence can bear."""
-    text = value if isinstance(value, str) else repr(value)
+    """For an error: on one line and not longer than a sentence can bear."""
+    text = " ".join((value if isinstance(value, str) else repr(value)).split())
     return text if len(text) <= 200 else text[:200] + "…"
 
 
