@@ -340,7 +340,7 @@ class KVCache:
                 raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
             for table, window in zip(self._tables, windows, strict=False):
                 oldest = max(0, length - queries - (window or 0) + 1)
-                if table.kept is not None and queries and window and oldest < table.highest[seq] - table.pages.wrap:
+                if table.kept is not None and queries and window and oldest < table.oldest(seq):
                     raise InputError(
                         f"{queries} queries of sequence {seq} reach back to position {oldest}, which is no longer held:"
                         f" attend with at most {table.kept.chunk} queries, or use step"

@@ -83,6 +83,11 @@ class Table:
         oldest = min(length, max(pinned, self.highest[seq] - self.pages.wrap))
         return torch.cat([torch.arange(pinned, device=device), torch.arange(oldest, length, device=device)])
 
+    def oldest(self, seq: int) -> int:
+        """The position from which on a sequence of a ring holds everything."""
+        overwritten = self.highest[seq] - self.pages.wrap
+        return overwritten if overwritten > self.pinned * self.pool.page_size else 0
+
     def make_room(self, bounds: list[int]) -> None:
         """Pages of their own for all tokens about to be written; refuses with nothing changed if there are too few."""
         totals = [length + b - a for length, a, b in zip(self.lengths, bounds, bounds[1:], strict=False)]
