@@ -3,7 +3,7 @@
     python examples/demo.py [--tokens 8192] [--format k4v4 k8v4 …]
 
 The vectors imitate what models produce: every head has a mean key, norms vary from token to token, a few channels
-are much larger than the rest, and each query looks for one token among the noise, with scores of standard deviation 2.
+are much larger than the rest, and each query looks for one token among the noise, with scores of deviation 2.
 """
 
 import argparse
@@ -73,9 +73,7 @@ def main() -> None:
             f"{fmt!s:8} {fmt.bytes_per_token * KV_HEADS:11d} {cache.bytes_held / 2**20:9.2f} {fmt.compression:7.2f}x"
             f" {errors[0]:10.2%} {errors[1]:11.2%} {errors[2]:12.2%} {spent:10.0f}  {backend}"
         )
-    print(
-        "\nErrors are relative to the norm of the vectors; the output is compared with attention on the vectors themselves."
-    )
+    print("\nErrors are relative to norms; the output is compared with attention on the vectors themselves.")
 
 
 if __name__ == "__main__":

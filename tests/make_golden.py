@@ -9,7 +9,7 @@ import pathlib
 import torch
 
 import aurakv as kv
-from aurakv.codebook import CODE_BITS
+from aurakv.codebook import CODE_BITS, TABLES, widths
 from aurakv.rotation import signs
 
 PATH = pathlib.Path(__file__).parent / "golden" / "codec.json"
@@ -40,8 +40,8 @@ def golden() -> dict[str, object]:
             result[f"key {dim} {bits}"] = encoded(kv.Codec.key(dim, bits))
             result[f"value {dim} {bits}"] = encoded(kv.Codec.value(dim, bits))
     for bits in CODE_BITS:
-        for name in ("lloyd-max", "int8", "cubic", "minifloat"):
-            if (name, bits) not in [("int8", 8)] and (name != "minifloat" or bits == 4):
+        for name in TABLES:
+            if bits in widths(name):
                 result[f"levels {name} {bits}"] = [x for x in kv.Codec(64, bits, table=name).levels if x > 0]
     return result
 

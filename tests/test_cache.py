@@ -1,5 +1,6 @@
 """Caches: growth, sharing, rings, exact tokens, and that the storage never changes a result."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -233,6 +234,42 @@ def test_codes_can_be_appended():
     assert same([x[at] for x in part], held(copy, 0))
 
 
+def test_exact_tokens_and_pages_cannot_drift_apart():
+    cache = make("paged", seqs=1, exact=kv.Exact(2, 5))
+    cache.append(*tokens(10), [0, 10])
+    cache.reserve(5)
+    kv.append(cache.pages, *tokens(3), [0, 3])  # the exact tokens know nothing of these
+    with pytest.raises(kv.InputError, match="keeps exact tokens"):
+        cache.attend(rand(1, 4, 64))
+    assert cache.lengths == [10]
+
+
+def test_pages_of_a_ring_refuse_a_scoring_beyond_what_they_hold():
+    cache = make("ring", seqs=1)
+    cache.append(*tokens(500), [0, 500])
+    for scoring in (kv.Scoring(), kv.Scoring(window=1000), kv.Scoring(window=9, sinks=99), kv.Scoring(causal=False)):
+        with pytest.raises(kv.InputError, match="this ring holds"):
+            kv.attend(rand(1, 4, 64), cache.pages, scoring=scoring)
+
+
+def test_pages_from_outside_are_range_checked():
+    """A table of someone else's making never sends a kernel out of bounds."""
+    cache = make("paged", seqs=1)
+    cache.append(*tokens(40), [0, 40])
+    own = cache.pages
+    q = rand(1, 4, 64)
+    wanted = cache.attend(q).out
+    assert torch.equal(kv.attend(q, dataclasses.replace(own)).out, wanted)
+    for entry in (-2, -1, 100, 2**31 - 1):
+        table = own.table.clone()
+        table[0, 1] = entry
+        with pytest.raises(kv.InputError, match=r"table .* pages outside|table entries"):
+            kv.attend(q, dataclasses.replace(own, table=table))
+    for length in (-1, 2**30):
+        with pytest.raises(kv.InputError, match="length of sequence 0 must be"):
+            kv.attend(q, dataclasses.replace(own, lengths=own.lengths * 0 + length))
+
+
 def test_a_compiled_step_is_seen_by_the_cache():
     cache = make("paged", seqs=2)
     cache.reserve(20)
@@ -254,6 +291,6 @@ def test_empty_caches():
         cache = make(kind, seqs=2)
         out, lse = cache.attend(rand(0, 4, 64), [0, 0, 0])
         assert out.shape == (0, 4, 64)
-        cross = kv.attend(rand(2, 4, 64), cache.pages, scoring=kv.Scoring(causal=False))
-        assert not cross.out.any()
-        assert torch.isneginf(cross.lse).all()
+        nothing = kv.attend(rand(2, 4, 64), cache.pages, scoring=kv.Scoring(window=9))
+        assert not nothing.out.any()
+        assert torch.isneginf(nothing.lse).all()

@@ -35,13 +35,29 @@ def test_names_parse_and_print(name):
     [
         ("k4:int8:l2:f16:seed0/v4:cubic:lsq:f16:seed1", "k4v4"),
         ("k4/v4", "k4v4"),
-        ("k4:lsqv4", "k4:lsq/v4"),
         ("k16:bf16/v4", "k16v4"),
         ("k4:f32:lsq/v4", "k4:lsq:f32/v4"),
     ],
 )
 def test_defaults_are_not_printed(spelled, name):
     assert str(kv.Format.parse(spelled, 128)) == name
+
+
+WRONG = """ k4|v4k4|k4v|k04v4|k4v4 |K4V4|k7v4|k4:lsqv4|k4:lsq:l2/v4|k4:nonsense/v4|k16:lsq/v4|k4:int8:cubic/v4
+k2:[1,2]/v4|k2:[4,3,2,1]/v4|k2:[0,1,2,1e99]/v4|k2:[0,1,2,nan]/v4|k2:[0,1,2,1_4]/v4|k2:[]/v4|k8:int8/v4|k3:minifloat/v4
+k4v4:bf16|k4v4:seed99999999999999999999|k\u0664v4|k4v4\n""".replace("/v4\n", "/v4|").split("|")
+
+
+@pytest.mark.parametrize("name", [*WRONG, "", 4, None])
+def test_wrong_names_are_refused(name):
+    with pytest.raises(kv.InputError):
+        kv.Format.parse(name, 64)
+
+
+@pytest.mark.parametrize("head_dim", [64.0, "64", (64,), (64, 64, 64), None, (64, 100)])
+def test_wrong_dimensions_are_refused(head_dim):
+    with pytest.raises(kv.InputError, match="head_dim must be"):
+        kv.Format.parse("k4v4", head_dim)
 
 
 def test_user_levels_survive_the_name():

@@ -295,6 +295,13 @@ class KVCache:
     def sync(self) -> None:
         """Read the lengths from the device, after a captured graph or compiled function appended to `pages`."""
         self._table.sync()
+        exact = self._exact_table
+        if exact is not None and exact.lengths != self._table.lengths:
+            self._table.lengths = list(exact.lengths)
+            self._table.publish()
+            raise InputError(
+                "this cache keeps exact tokens, so tokens appended to its pages directly were dropped: use append"
+            )
 
     # inside
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .codec import Codec, Codes
 from .errors import InputError
 from .pages import Pages
+from .scoring import Scoring
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PRECISIONS = ("fast", "exact")
@@ -54,6 +55,19 @@ def new_tokens(k: Tensor, v: Tensor, pages: Pages) -> None:
             raise InputError(f"{name} must be [tokens, {pages.kv_heads}, {codec.dim}], got {list(x.shape)}")
     if k.shape[0] != v.shape[0]:
         raise InputError(f"k and v must have as many tokens as each other, got {k.shape[0]} and {v.shape[0]}")
+
+
+def reach(pages: Pages, scoring: Scoring) -> None:
+    """A ring holds a window and its pinned pages; what a scoring may see beyond them is overwritten."""
+    if not pages.ring:
+        return
+    back, front = (scoring.recent, scoring.first) if scoring.exact else (scoring.window, scoring.sinks)
+    pinned = pages.pinned * pages.page_size
+    if not scoring.causal or back is None or back > pages.wrap or front > pinned:
+        raise InputError(
+            f"this ring holds {pages.wrap} recent tokens and the first {pinned}, so its scoring must be causal with a"
+            f" window within them, got causal={scoring.causal}, window {back}, sinks {front}"
+        )
 
 
 def rows(name: str, codes: Codes, codec: Codec, ndim: int | None = None) -> None:

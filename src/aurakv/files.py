@@ -43,8 +43,6 @@ def save(cache: KVCache, path: str | os.PathLike[str], seqs: Sequence[int] | Non
     for seq in chosen:
         table.check_seq(seq)
     cache.sync()
-    if exact is not None and exact.lengths != table.lengths:
-        raise InputError("a cache cannot be saved whose exact tokens were left behind by appends to its pages")
     lengths = [table.lengths[seq] for seq in chosen]
     page_size = table.pool.page_size
     if table.contiguous:

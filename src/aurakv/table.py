@@ -208,6 +208,7 @@ class Table:
             pool.key_offset,
             pool.value_offset,
         )
+        object.__setattr__(self.pages, "trusted", True)
 
     def check_seq(self, seq: int) -> None:
         if not isinstance(seq, int) or not 0 <= seq < len(self.rows):

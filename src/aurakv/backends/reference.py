@@ -81,10 +81,9 @@ def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, t
     """Σ w·v̂ over the weights [tokens, heads, n] that are not below the threshold: [tokens, heads, dim]."""
     work = _compute_dtype(weights)
     stored = decode(codes, codec, offset, rotated=True, dtype=work)
-    kept = weights.to(work).masked_fill(weights < threshold, 0)  # NaN is not below
-    grouped = _group(kept, stored.shape[1])
-    seen = ~(weights < threshold) if threshold > 0 else torch.ones_like(weights, dtype=torch.bool)
-    out = _weighted_sum(grouped, stored, _group(seen, stored.shape[1]))
+    below = weights < threshold  # never true of NaN
+    kept = _group(weights.to(work).masked_fill(below, 0), stored.shape[1])
+    out = _weighted_sum(kept, stored, _group(~below, stored.shape[1]))
     return codec.unrotate(out).flatten(1, 2).to(weights.dtype)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-BITS = (2, 3, 4, 5, 6, 8, 16)
+from ..codec import BITS
+
 DIMS = (
     (64, 64),
     (80, 80),
