@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, ops
+from . import backends, checks, ops
 from .checks import Starts
 from .codec import Codec, Codes, Format
 from .errors import InputError
@@ -37,6 +37,8 @@ class KVCache:
         self._table, self.backend = table, backend
         self.exact = exact or Exact()
         self._exact_table = self._make_exact_table()
+        for made in self._tables if backend is not None else []:  # now, not after an append has taken pages
+            backends.select(backend, made.pool.format, made.pool.device)
 
     @classmethod
     def contiguous(
@@ -254,8 +256,8 @@ class KVCache:
     def reserve(self, tokens: int | Sequence[int]) -> None:
         """Make room for this many more tokens in every sequence (or in each its own), so that no append has to."""
         new = [tokens] * self.seqs if isinstance(tokens, int) else list(tokens)
-        if len(new) != self.seqs or any(n < 0 for n in new):
-            raise InputError(f"reserve needs {self.seqs} counts of at least 0, got {new}")
+        if len(new) != self.seqs or not all(isinstance(n, int) and n >= 0 for n in new):
+            raise InputError(f"reserve needs {self.seqs} whole numbers of at least 0, got {new}")
         bounds = [0]
         for n in new:
             bounds.append(bounds[-1] + n)
@@ -266,7 +268,7 @@ class KVCache:
         """Forget the tokens of a sequence from position `length` on."""
         self.sync()
         self._table.check_seq(seq)
-        if not 0 <= length <= self._table.lengths[seq]:
+        if not (isinstance(length, int) and 0 <= length <= self._table.lengths[seq]):
             raise InputError(f"sequence {seq} can be truncated to 0 … {self._table.lengths[seq]} tokens, got {length}")
         for table in self._tables:
             table.check_rollback(seq, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -132,7 +133,7 @@ def bounds(name: str, given: Sequence[int] | None, seqs: int, tokens: int) -> li
                 f"{tokens} tokens for {seqs} sequences need {name}: sequence i owns rows {name}[i]:{name}[i+1]"
             )
         return list(range(seqs + 1))
-    rows = list(given)
+    rows = _integers(name, given, seqs + 1)
     rising = all(a <= b for a, b in itertools.pairwise(rows))
     if len(rows) != seqs + 1 or rows[0] != 0 or rows[-1] != tokens or not rising:
         raise InputError(f"{name} must rise from 0 to {tokens} tokens in {seqs + 1} numbers, got {rows}")
@@ -140,20 +141,27 @@ def bounds(name: str, given: Sequence[int] | None, seqs: int, tokens: int) -> li
 
 
 def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
-    """The position after the last query of each sequence; by default its length."""
+    """The position after the last query of each sequence; by default its length. On a GPU they are not read here."""
     if given is None:
         return lengths
-    tensor = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int32)
-    if tensor.shape != lengths.shape or tensor.dtype not in (torch.int32, torch.int64):
-        raise InputError(f"ends must be int32 or int64 [{lengths.shape[0]}], got {tensor.dtype} {list(tensor.shape)}")
-    return tensor.to(device=lengths.device, dtype=torch.int32)
+    seqs = lengths.shape[0]
+    if isinstance(given, Tensor):
+        if given.shape != lengths.shape or given.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"ends must be int32 or int64 [{seqs}], got {given.dtype} {list(given.shape)}")
+        if given.device.type != "cpu":
+            return given.to(device=lengths.device, dtype=torch.int32)
+        given = given.tolist()
+    positions = _integers("ends", given, seqs)
+    if len(positions) != seqs or not all(0 <= end < 2**31 for end in positions):
+        raise InputError(f"ends must be {seqs} numbers from 0 to 2^31 - 1, got {positions}")
+    return torch.tensor(positions, dtype=torch.int32, device=lengths.device)
 
 
 def options(precision: str, splits: int | None) -> None:
     if precision not in PRECISIONS:
         raise InputError(f"precision must be one of {list(PRECISIONS)}, got {precision!r}")
-    if splits is not None and splits < 1:
-        raise InputError(f"splits must be at least 1, got {splits}")
+    if splits is not None:
+        whole("splits", splits, 1)
 
 
 def workspace(given: Tensor | None, needed: int, device: torch.device) -> None:
@@ -164,6 +172,13 @@ def workspace(given: Tensor | None, needed: int, device: torch.device) -> None:
             f"workspace must be contiguous uint8 with at least {needed} bytes on {device},"
             f" got {given.dtype} with {given.numel()} on {given.device}"
         )
+
+
+def _integers(name: str, given: Sequence[int], count: int) -> list[int]:
+    try:
+        return [operator.index(number) for number in given]
+    except TypeError:
+        raise InputError(f"{name} must be {count} whole numbers, got {given}") from None
 
 
 @functools.lru_cache(maxsize=64)

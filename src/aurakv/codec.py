@@ -50,7 +50,7 @@ class Codec:
     name: str = field(init=False, repr=False, compare=False)  # every option spelled out, whatever side it is on
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
+        if not isinstance(self.bits, int) or self.bits not in BITS:
             raise InputError(f"bits must be one of {list(BITS)}, got {self.bits}")
         if self.bits == 16:
             if not (isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM):

@@ -119,7 +119,7 @@ class Pages:
             seq = int(bad.int().argmax())
             most = "2^31 - 1" if self.ring else width * size
             raise InputError(f"length of sequence {seq} must be from 0 to {most}, got {int(self.lengths[seq])}")
-        used = torch.arange(width, device=self.table.device) < ((self.lengths + (size - 1)) // size)[:, None]
+        used = torch.arange(width, device=self.table.device) < ((self.lengths.long() + (size - 1)) // size)[:, None]
         lowest = torch.where(used, 0, -1)
         bad = ((self.table[:, :width] < lowest) | (self.table[:, :width] >= self.data.shape[0])).any(1)
         if bool(bad.any()):
