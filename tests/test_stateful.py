@@ -489,7 +489,7 @@ def test_random_operations(machine, page_size, backend, device):
 @pytest.mark.full
 @pytest.mark.parametrize(("machine", "page_size"), MACHINES)
 def test_many_random_operations(machine, page_size, backend, device):
-    explore(machine, page_size, backend, device, 400, 100)
+    explore(machine, page_size, backend, device, 100, 100)
 
 
 def test_the_last_sequence_to_write_a_shared_page_keeps_it():
