@@ -25,7 +25,7 @@ Side = Literal["key", "value"]
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SCALES = ("l2", "lsq")
-_NAME = r"k([1-9]\d*)(?:((?::[^:/]+)+)/|/?)v([1-9]\d*)((?::[^:/]+)*)"  # options of the key end with a slash
+_NAME = r"k([1-9]\d?)(?:((?::[^:/]+)+)/|/?)v([1-9]\d?)((?::[^:/]+)*)"  # options of the key end with a slash
 _NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
 
 
@@ -211,13 +211,13 @@ def _named_levels(name: str, bits: int) -> codebook.Levels:
     return codebook.table(name, bits)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # cached: must not become an inference tensor
         return torch.tensor(values, dtype=dtype, device=device)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _layout(key: Codec, value: Codec, page_size: int) -> PageLayout:
     offsets = [0]
     for size in (key.row_bytes, key.scale_bytes, value.row_bytes, value.scale_bytes):
