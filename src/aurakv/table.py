@@ -163,7 +163,7 @@ class Table:
 
     def lowered(self, length: int, highest: int) -> int:
         """`highest` after truncating: where nothing is left in the ring, what comes next is held from there on."""
-        return min(highest, length + self.pages.wrap)
+        return length if length <= self.pinned * self.pool.page_size else min(highest, length + self.pages.wrap)
 
     def reorder(self, index: list[int]) -> None:
         rows = [list(self.rows[seq]) for seq in index]
