@@ -29,6 +29,10 @@ class Exact(NamedTuple):
     dtype: torch.dtype = torch.bfloat16  # they are stored in
     rollback: int = 16  # how far a sequence can be truncated
 
+    def seen(self, key: Tensor, query: int) -> Tensor:
+        """Which keys the query at a position uses uncompressed; both are positions."""
+        return (key < self.first) | (key > query - self.recent)
+
 
 class KVCache:
     """Made by KVCache.contiguous, KVCache.ring or KVCache.paged. It derives every position itself."""
@@ -164,11 +168,24 @@ class KVCache:
         """Keys and values of a sequence as they are stored, [n, kv_heads, …] at `positions(seq)`."""
         return self.pages.stored(seq, self.positions(seq))
 
-    def decode(self, seq: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Keys and values that the codes of a sequence stand for, [n, kv_heads, dim] at `positions(seq)`."""
+    def decode(
+        self, seq: int, dtype: torch.dtype = torch.float32, *, query: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values that the codes of a sequence stand for, [n, kv_heads, dim] at `positions(seq)`.
+
+        With the position of a query, those that it uses uncompressed are the exact ones.
+        """
         (keys, values), pool, backend = self.codes(seq), self.pool, self.backend
         k = ops.decode(keys, self.format.key, pool.key_offset, dtype=dtype, backend=backend)
-        return k, ops.decode(values, self.format.value, pool.value_offset, dtype=dtype, backend=backend)
+        v = ops.decode(values, self.format.value, pool.value_offset, dtype=dtype, backend=backend)
+        if query is not None and self._exact_table is not None:
+            exact, positions = self._exact_table, self._table.positions(seq)
+            held = exact.positions(seq)
+            held = held[self.exact.seen(held, query) & torch.isin(held, positions)]
+            at = torch.searchsorted(positions, held)
+            for x, codes, codec in zip((k, v), exact.pages.stored(seq, held), _sides(exact.pool.format), strict=True):
+                x[at] = ops.decode(codes, codec, dtype=dtype, backend=backend)
+        return k, v
 
     # append and attend
 
@@ -428,6 +445,10 @@ class _Call(NamedTuple):
 
 def _with_sink(part: Partial, call: _Call) -> Partial:
     return part if call.sink_logits is None else merge(part, sink(call.sink_logits, part))
+
+
+def _sides(format: Format) -> tuple[Codec, Codec]:
+    return format.key, format.value
 
 
 def _longest(bounds: list[int]) -> int:

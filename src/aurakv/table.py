@@ -15,7 +15,7 @@ from .pages import Pages
 from .pool import PagePool
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32, also those of a ring that holds only the last tokens
-GROWTH = 8  # a full contiguous cache grows by 1/8, so a token is copied about 8 times however long the sequence gets
+GROWTH = 64  # a full contiguous cache grows by 1/64: copied every so many tokens, while every token reads all of it
 
 
 class Kept(NamedTuple):
