@@ -1,0 +1,9 @@
+"""The door for transformers: a compressed cache for `past_key_values=` and the attention function that reads it.
+
+Importing changes nothing; `register` or `attach` make the attention function known to transformers.
+"""
+
+from .attention import register
+from .cache import AuraCache, attach
+
+__all__ = ["AuraCache", "attach", "register"]

@@ -1,0 +1,105 @@
+"""AuraCache: a compressed cache for `past_key_values=`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .. import backends, checks
+from ..codec import Format
+from ..errors import InputError
+from .attention import NAME, register
+from .layer import AuraLayer, Options, Shared
+from .support import head_dim, slots
+
+Formats = str | Callable[[int, int], str]
+
+
+class AuraCache(Cache):  # type: ignore[misc]
+    """Keys and values of all layers of a model at the formats asked for, e.g. "k4v4".
+
+    format: the name for all attention layers, or a function (layer, attention layers) -> name.
+    layers: other names for some attention layers, counted from 0 or, below 0, from the last; "k16v16" leaves a layer
+        uncompressed, in the dtype of the model.
+    first, recent: so many first tokens of a sequence, and tokens before each query, are used uncompressed.
+    rollback: how many tokens can be cropped where only a window is kept.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        format: Formats = "k4v4",
+        *,
+        layers: Mapping[int, str] | None = None,
+        first: int = 0,
+        recent: int = 0,
+        rollback: int = 64,
+        backend: str | None = None,
+        precision: str = "fast",
+    ) -> None:
+        for name, number in (("first", first), ("recent", recent), ("rollback", rollback)):
+            checks.whole(name, number, 0)
+        checks.options(precision, None)
+        if backend is not None:
+            backends.why_not(backend)  # refuses a name that does not exist; layers find out whether it can run
+        planned = slots(config)
+        names = iter(_names(format, layers or {}, sum(slot.other is None for slot in planned)))
+        dim = head_dim(config)
+        shared, options = Shared(), Options(first, recent, rollback, backend, precision)
+        made: list[Any] = []
+        for slot in planned:
+            if slot.other is not None:
+                made.append(slot.other())
+                continue
+            name = next(names)
+            Format.parse(name, dim)  # refuse now what the first tokens would
+            made.append(AuraLayer(name, slot.window, options, shared))
+        super().__init__(layers=made)
+
+    @property
+    def compressed(self) -> list[AuraLayer]:
+        """The attention layers, which are ours; the others stay as transformers makes them."""
+        return [layer for layer in self.layers if isinstance(layer, AuraLayer)]
+
+    @property
+    def bytes_held(self) -> int:
+        """Every byte that the attention layers occupy."""
+        return sum(layer.bytes_held for layer in self.compressed)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, without padding."""
+        cache = self.compressed[0].cache
+        return [] if cache is None else cache.lengths
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        index = beam_idx.tolist()  # once for all layers
+        for layer in self.layers:
+            if isinstance(layer, AuraLayer):
+                layer.select(index)
+            else:
+                layer.reorder_cache(beam_idx)
+
+    def __repr__(self) -> str:
+        return f"AuraCache({', '.join(map(repr, self.layers))})"
+
+
+def attach(model: PreTrainedModel, format: Formats = "k4v4", **options: Any) -> AuraCache:
+    """Let a model compute attention on codes, and return a cache for `model.generate(past_key_values=...)`."""
+    cache = AuraCache(model.config, format, **options)
+    register()
+    model.set_attn_implementation(NAME)
+    return cache
+
+
+def _names(format: Formats, layers: Mapping[int, str], count: int) -> list[str]:
+    names = [format if isinstance(format, str) else format(layer, count) for layer in range(count)]
+    for layer, name in layers.items():
+        if not isinstance(layer, int) or not -count <= layer < count:
+            raise InputError(f"this model has attention layers 0 … {count - 1} (or −{count} … −1), got {layer}")
+        names[layer] = name
+    return names

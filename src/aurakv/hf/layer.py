@@ -1,0 +1,350 @@
+"""AuraLayer: one layer of a cache for transformers, and the handles that carry it to the attention function.
+
+`update` stores nothing. It returns handles, and whoever computes attention decides: the attention function `aurakv`
+appends the new tokens without their padding and attends on the codes; any other function sees decoded tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers.cache_utils import CacheLayerMixin
+
+from ..cache import Exact, KVCache
+from ..codec import Codec, Format
+from ..errors import InputError
+from ..ops import decode, encode
+from ..scoring import Scoring
+from .columns import Columns
+
+_numbers = itertools.count()
+_live: weakref.WeakValueDictionary[int, AuraLayer] = weakref.WeakValueDictionary()
+
+
+class Options(NamedTuple):
+    """What the layers of a cache have in common."""
+
+    first: int
+    recent: int
+    rollback: int
+    backend: str | None
+    precision: str
+
+
+class Shared:
+    """State of one cache that all its layers use."""
+
+    def __init__(self) -> None:
+        self.warned = False
+        self._read: tuple[Tensor, int, Tensor | None] | None = None
+
+    def real(self, reach: Tensor | None, layer: AuraLayer, count: int) -> Tensor | None:
+        """Which of the new tokens [seqs, count] are real; None: all. A mask is read once for all layers."""
+        if reach is None:
+            return None
+        past = layer.columns.total
+        if self._read is None or self._read[0] is not reach or self._read[1] != past:
+            self._read = (reach, past, _read_reach(reach, layer, count))
+        return self._read[2]
+
+    def warn(self) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                "the attention function of this model is not 'aurakv', so the compressed cache is decoded at every step:"
+                " right results, but slow; use aurakv.hf.attach(model) or model.set_attn_implementation('aurakv')",
+                stacklevel=2,
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return memo.setdefault(id(self), Shared())
+
+
+class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The compressed keys and values of one layer: contiguous, or a ring where the model attends in a window."""
+
+    is_compileable = False  # `generate` does not compile by itself; the forward of a model can be compiled
+    is_croppable = True
+
+    def __init__(self, format: str, window: int | None, options: Options, shared: Shared) -> None:
+        super().__init__()
+        self.format, self.window, self.options, self.shared = format, window, options, shared
+        self.is_sliding = window is not None
+        self.cache: KVCache | None = None
+        self.columns = Columns(0)
+        self.token = _enrol(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AuraLayer:
+        clone = memo[id(self)] = object.__new__(type(self))
+        for name, value in self.__dict__.items():
+            setattr(clone, name, value if name == "token" else copy.deepcopy(value, memo))
+        clone.token = _enrol(clone)
+        return clone
+
+    def __repr__(self) -> str:
+        return f"AuraLayer({self.format}" + (")" if self.window is None else f", window={self.window})")
+
+    # what transformers asks
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        seqs, kv_heads, _, key_dim = key_states.shape
+        first, recent, rollback, backend, _ = self.options
+        device = key_states.device
+        dtype = torch.float32 if key_states.dtype == torch.float64 else key_states.dtype  # the widest that is stored
+        format = Format.parse(self.format, (key_dim, value_states.shape[3]), dtype)
+        exact = None
+        if (first or recent) and (format.key.coded or format.value.coded):
+            exact = Exact(first, recent, dtype, rollback)
+        if self.window is None:
+            self.cache = KVCache.contiguous(format, seqs, kv_heads, device=device, exact=exact, backend=backend)
+        else:
+            self.cache = KVCache.ring(
+                format, seqs, kv_heads, self.window, device=device, rollback=rollback, exact=exact, backend=backend
+            )
+        self.columns = Columns(seqs)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Any]:
+        step = Step(self, key_states, value_states)
+        return Handle(step, 0), Handle(step, 1)
+
+    def get_seq_length(self) -> int:
+        """Columns of the padded batch so far, padding included: what transformers counts."""
+        return self.columns.total
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        offset = 0 if self.window is None else max(self.columns.total - self.window + 1, 0)
+        return self.columns.total - offset + query_length, offset
+
+    def get_max_length(self) -> int:
+        return -1 if self.window is None else self.window
+
+    def reset(self) -> None:
+        self.cache, self.columns, self.is_initialized = None, Columns(0), False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last −n columns; a positive number is the count of columns to keep."""
+        total = self.columns.total
+        remove = max(0, total - tokens_to_remove) if tokens_to_remove > 0 else min(-tokens_to_remove, total)
+        if self.cache is None or not remove:
+            return
+        columns, lengths = self.columns.copy(), self.cache.lengths
+        for seq, count in enumerate(columns.crop(remove)):
+            self.cache.truncate(seq, lengths[seq] - count)
+        self.columns = columns
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: rings always keep `rollback` tokens more than their window."""
+
+    def select(self, index: list[int]) -> None:
+        """Sequence i becomes what sequence index[i] was; codes are shared until one of two is written to."""
+        if self.cache is not None:
+            self.cache.reorder(index)
+            self.columns.select(index)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select([seq for seq in range(self.columns.seqs) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select(torch.arange(self.columns.seqs)[indices.cpu()].tolist())
+
+    def offload(self) -> None:
+        raise InputError("a compressed cache is not offloaded: make it without offloading")
+
+    prefetch = offload
+
+    @property
+    def bytes_held(self) -> int:
+        return 0 if self.cache is None else self.cache.bytes_held + self.columns.bytes_held
+
+    # attention
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        reach: Tensor | None,
+        sink_logits: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Append new tokens k, v [seqs, kv_heads, t, dim] and attend with their queries: [seqs, t, heads, dim]."""
+        scoring = Scoring(scale, window=self.window, softcap=softcap)
+        cache = self._ready(k, v)
+        seqs, heads, count, _ = q.shape
+        real = self.shared.real(reach, self, count)
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [seqs · t, heads, dim]
+        precision = self.options.precision
+        if real is None:
+            starts = range(0, (seqs + 1) * count, count) if count else [0] * (seqs + 1)
+            part = cache.step(*rows, starts, scoring, sink_logits=sink_logits, precision=precision)
+            out = part.out
+        else:
+            starts = [0, *itertools.accumulate(real.sum(1).tolist())]
+            at = real.flatten().nonzero().squeeze(1).to(q.device)
+            part = cache.step(*(x[at] for x in rows), starts, scoring, sink_logits=sink_logits, precision=precision)
+            out = q.new_zeros(seqs * count, heads, v.shape[3])
+            out[at] = part.out
+        self.columns.add(count, real)
+        return out.view(seqs, count, heads, v.shape[3])
+
+    def decoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new tokens, all of them real, and decode what the mask of another attention function spans.
+
+        Exact tokens are those of the last query.
+        """
+        self.shared.warn()
+        cache = self._ready(k, v)
+        seqs, _, count, _ = k.shape
+        length, offset = self.get_mask_sizes(count)
+        past = self.columns.total - offset
+        dense = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
+        for seq, tokens in enumerate(cache.lengths):
+            last = tokens + count - 1
+            column = self.columns.of(seq)[cache.positions(seq).cpu()] - offset
+            held = (column >= 0).to(k.device)
+            at = column.to(k.device)[held]
+            stored = cache.decode(seq, k.dtype, query=last)
+            new = torch.arange(tokens, tokens + count, device=k.device)
+            exact = cache.exact.seen(new, last)[:, None]
+            for x, old, fresh, codec in zip(dense, stored, (k, v), (cache.format.key, cache.format.value), strict=True):
+                x[seq, :, at] = old[held].transpose(0, 1)
+                x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], codec, cache.backend))
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]
+        cache.append(*rows, range(0, (seqs + 1) * count, count))
+        self.columns.add(count, None)
+        return dense[0], dense[1]
+
+    def _ready(self, k: Tensor, v: Tensor) -> KVCache:
+        if self.cache is None:
+            self.lazy_initialization(k, v)
+        assert self.cache is not None
+        if k.shape[0] != self.columns.seqs:
+            raise InputError(f"this cache holds {self.columns.seqs} sequences, got a batch of {k.shape[0]}")
+        return self.cache
+
+
+class Step:
+    """New tokens of a layer [seqs, kv_heads, t, dim], used once: by attention on codes, or decoded."""
+
+    def __init__(self, layer: AuraLayer, k: Tensor, v: Tensor) -> None:
+        self.layer, self.new = layer, (k, v)
+        self.dense: tuple[Tensor, Tensor] | None = None
+
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        if self.dense is None:
+            self.dense = self.layer.decoded(*self.new)
+        return self.dense
+
+
+class Handle:
+    """What `update` returns for keys or values: no tensor, but one for every torch function, by decoding."""
+
+    def __init__(self, step: Step, side: int) -> None:
+        self.step, self.side = step, side
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.step.decoded()[self.side]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.step.new[self.side].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.step.new[self.side].device
+
+    @property
+    def shape(self) -> torch.Size:
+        if self.step.dense is not None:
+            return self.tensor.shape
+        new = self.step.new[self.side]
+        return torch.Size((*new.shape[:2], self.step.layer.get_mask_sizes(new.shape[2])[0], new.shape[3]))
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("step", "side"):
+            raise AttributeError(name)
+        return getattr(self.tensor, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+    def __mul__(self, other: Any) -> Any:
+        return self.tensor * other
+
+    __rmul__ = __mul__
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.tensor @ other
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other @ self.tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.tensor if isinstance(x, Handle) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@torch.library.custom_op("aurakv::hf_attend", mutates_args=("token",))
+def hf_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: Tensor | None,
+    sink_logits: Tensor | None,
+    token: Tensor,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """AuraLayer.attend while compiling: the layer, whose state lives on the host, is named by its token."""
+    out = _live[int(token)].attend(q, k, v, reach, sink_logits, scale, softcap)
+    return out.clone() if out.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() else out
+
+
+@hf_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+def _enrol(layer: AuraLayer) -> Tensor:
+    number = next(_numbers)
+    _live[number] = layer
+    return torch.tensor(number)
+
+
+def _read_reach(reach: Tensor, layer: AuraLayer, count: int) -> Tensor | None:
+    past, columns = layer.columns.total, reach.shape[1]
+    if columns != past + count:
+        raise InputError(f"the attention mask must cover all {past + count} tokens, past and new, got {columns}")
+    assert layer.cache is not None
+    counts = (reach[:, :past] > 0).sum(1, keepdim=True, dtype=torch.int32)
+    read = torch.cat([counts, reach[:, past:]], 1).cpu()
+    if read[:, 0].tolist() != layer.cache.lengths:
+        raise InputError(
+            f"the attention mask must show the {layer.cache.lengths} tokens that the sequences of this cache hold,"
+            f" got {read[:, 0].tolist()}"
+        )
+    real = read[:, 1:] > 0
+    return None if bool(real.all()) else real
+
+
+def _round_trip(x: Tensor, codec: Codec, backend: str | None) -> Tensor:
+    """What [kv_heads, t, dim] becomes when it is stored."""
+    rows = x.transpose(0, 1)
+    return decode(encode(rows, codec, backend=backend), codec, dtype=x.dtype, backend=backend).transpose(0, 1)

@@ -1,0 +1,63 @@
+"""Which layers a model has, and one sentence for each kind of model that cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+
+from ..errors import InputError
+
+_OURS = ("full_attention", "sliding_attention")
+_THEIRS = ("chunked_attention", "linear_attention", "conv", "moe", "mlp")  # stay as transformers makes them
+_OWN_STATE = ("recurrent_gemma", "rwkv", "xlstm", "reformer", "xlnet", "minimax")  # do not take a cache
+
+
+class Slot(NamedTuple):
+    """One layer of a model: attention that is compressed, or what transformers makes of it."""
+
+    window: int | None
+    other: Callable[[], Any] | None  # makes the cache layer that transformers uses; None: it is ours
+
+
+def slots(config: PreTrainedConfig) -> list[Slot]:
+    """The layers of a decoder; refuses models whose cache does not hold one key and one value per token and head."""
+    name = getattr(config, "model_type", type(config).__name__)
+    if not isinstance(config, PreTrainedConfig):
+        raise InputError(f"AuraCache needs the config of a model, got {type(config).__name__}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"aurakv serves decoder-only models, got {name}, an encoder-decoder with cross attention")
+    config = config.get_text_config(decoder=True)
+    name = getattr(config, "model_type", name)
+    if name in _OWN_STATE:
+        raise InputError(f"{name} keeps its state inside the model and takes no KV cache, so nothing can be compressed")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise InputError(f"{name} uses multi-head latent attention, whose cache is a latent vector and no keys and values")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise InputError(f"{name} shares keys and values between layers, which aurakv does not serve")
+    if not getattr(config, "is_causal", True):
+        raise InputError(f"aurakv serves causal models, got {name} with is_causal=False")
+    types, options = get_layer_types_and_kwargs(config)
+    per_layer = options if isinstance(options, list) else [options] * len(types)  # one for all before 5.17
+    unknown = sorted(set(types) - {*_OURS, *_THEIRS})
+    if unknown:
+        raise InputError(f"aurakv serves layers of the kinds {[*_OURS, *_THEIRS]}, got {name} with {unknown}")
+    if not set(types) & set(_OURS) or not getattr(config, "num_attention_heads", None):
+        raise InputError(f"{name} has no attention layers with a growing cache, so there is nothing to compress")
+    return [_slot(kind, extra) for kind, extra in zip(types, per_layer, strict=True)]
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """What the config says; layers take the true dimension from the tensors they get."""
+    config = config.get_text_config(decoder=True)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _slot(kind: str, extra: dict[str, Any]) -> Slot:
+    if kind == "full_attention":
+        return Slot(None, None)
+    if kind == "sliding_attention":
+        return Slot(extra["sliding_window"], None)
+    return Slot(None, lambda: DYNAMIC_LAYER_TYPE_MAPPING[kind](**extra))

