@@ -85,10 +85,15 @@ def fast_error(backend: str) -> float:
     return _load(backend).fast_error
 
 
-def select(backend: str | None, format: Format | None, device: torch.device) -> Backend:
-    """The named backend, or the best one that can run. A named one never falls back."""
+def select(
+    backend: str | None, format: Format | None, device: torch.device, dtype: torch.dtype | None = None
+) -> Backend:
+    """The named backend, or the best one that can run. A named one never falls back.
+
+    float64 is for those who want every digit, and only the reference computes in it.
+    """
     if backend is None:
-        return _best(format, device)
+        return _load("reference") if dtype == torch.float64 else _best(format, device)
     chosen = _load(backend)
     reason = chosen.why_not(format, device)
     if reason is not None:
