@@ -58,7 +58,10 @@ class Backend(Protocol):
     ) -> Partial: ...
 
 
-_MODULES = {"reference": ".reference"}  # best first; imported when first asked
+# Where a backend lives: a module is one, or has several in its dict `backends`. Imported when first asked.
+_AUTOMATIC = {"native": ".native", "reference": ".reference"}  # best first
+_NAMED = {"native-avx512": ".native", "native-avx2": ".native", "native-generic": ".native"}  # only when asked for
+_MODULES = {**_AUTOMATIC, **_NAMED}
 _registered: dict[str, Backend] = {}
 
 
@@ -92,7 +95,7 @@ def select(backend: str | None, format: Format | None, device: torch.device) -> 
 
 @functools.lru_cache(maxsize=256)
 def _best(format: Format | None, device: torch.device) -> Backend:
-    return next(b for b in map(_load, _MODULES) if b.why_not(format, device) is None)
+    return next(b for b in map(_load, _AUTOMATIC) if b.why_not(format, device) is None)
 
 
 def _load(name: str) -> Backend:
@@ -100,4 +103,5 @@ def _load(name: str) -> Backend:
         return _registered[name]
     if name not in _MODULES:
         raise InputError(f"backend must be one of {names()}, got {name!r}")
-    return importlib.import_module(_MODULES[name], __package__)
+    module = importlib.import_module(_MODULES[name], __package__)
+    return getattr(module, "backends", {}).get(name, module)
