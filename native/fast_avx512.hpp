@@ -1,0 +1,303 @@
+// int16 kernels for AVX-512 with VNNI and VBMI, every width of codes on the natural bytes.
+//
+// Scores: a register holds 16 bytes of 4 tokens, one per 128-bit lane; vpmultishiftqb brings 4 codes of each quarter to
+// 16-bit places, vpermw looks their levels up, vpdpwssd multiplies with the query, which lies in the same order.
+// Weighted sums: a register holds the bytes of 2 tokens so interleaved that a 32-bit place has the same coordinate of
+// both; vpdpwssd multiplies with a pair of weights. Sums stay in int32 within a tile and go to float32 after it.
+#pragma once
+#include "fixed.hpp"
+
+namespace {
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+INLINE __m512i dp(__m512i acc, __m512i a, __m512i b) {
+#if defined(__clang__)
+  return _mm512_dpwssd_epi32(acc, a, b);
+#else  // GCC copies the accumulator around the intrinsic
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+#endif
+}
+
+struct Bytes { alignas(64) uint8_t b[64]; };
+
+template <int B> struct Width {
+  // keys: a 16-byte load has CODES codes of a token in STEPS groups of 8
+  static constexpr int CODES = B == 2 ? 64 : B <= 4 ? 32 : 16, STEPS = CODES / 8, LOAD = CODES * B / 8;
+  // values: a place of 8 bytes has PER codes of each of 2 tokens, a load BLOCK coordinates in PARTS registers
+  static constexpr int PER = B <= 4 ? 8 : 4, BLOCK = 8 * PER, PARTS = PER / 2;
+
+  static constexpr Bytes key_bytes() {  // within a lane: each half of the codes to its 64-bit place
+    Bytes x{};
+    for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 8 < LOAD / 2 ? (i % 16) / 8 * (LOAD / 2) + i % 8 : 0x80);
+    return x;
+  }
+  static constexpr Bytes key_shift(int step) {
+    Bytes x{};
+    for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 2 ? 0 : (4 * step + i % 8 / 2) * B);
+    return x;
+  }
+  static constexpr Bytes value_bytes() {
+    Bytes x{};
+    for (int i = 0; i < 64; i++) {
+      if (B == 8) { x.b[i] = uint8_t(i / 2 + i % 2 * 32); continue; }
+      const int at = i / 8 * PER * B / 8 + i % 4;
+      x.b[i] = uint8_t((at < 32 ? at : 31) + i % 8 / 4 * 32);
+    }
+    return x;
+  }
+  static constexpr Bytes value_shift(int part) {
+    Bytes x{};
+    for (int i = 0; i < 64; i++) {
+      const int o = i % 8, bit = i / 8 * PER * B % 8 + (2 * part + o / 4) * B;
+      x.b[i] = uint8_t(o % 2 ? 0 : bit + o % 4 / 2 * 32);
+    }
+    return x;
+  }
+  static int coordinate(int part, int lane) {  // of a block
+    return B == 8 ? 8 * (lane / 4) + 4 * part + lane % 4 : PER * (lane / 2) + 2 * part + lane % 2;
+  }
+};
+
+// The level table in registers.
+template <int B> struct Table {
+  __m512i t[B == 8 ? 8 : B == 6 ? 2 : 1];
+  explicit Table(const Codec& c) {
+    if (B == 8) {
+      uint8_t lo[256], hi[256];
+      for (int i = 0; i < 256; i++) lo[i] = uint8_t(c.fixed[i] & 255), hi[i] = uint8_t(uint16_t(c.fixed[i]) >> 8);
+      for (int i = 0; i < 4; i++) t[i % 8] = load<__m512i>(lo + 64 * i), t[(i + 4) % (B == 8 ? 8 : 4)] = load<__m512i>(hi + 64 * i);
+    } else {
+      t[0] = load<__m512i>(c.fixed);  // codes of fewer bits repeat: what lies above them in the index does not matter
+      if (B == 6) t[B == 6] = load<__m512i>(c.fixed + 32);
+    }
+  }
+  INLINE __m512i look_up(const Table& x, __m512i i) {
+    if constexpr (B == 6) return _mm512_permutex2var_epi16(x.t[0], i, x.t[1]);
+    else return _mm512_permutexvar_epi16(i, x.t[0]);
+  }
+  INLINE void look_up_bytes(const Table& x, __m512i i, __m512i* low, __m512i* high) {  // B = 8
+    const __mmask64 upper = _mm512_movepi8_mask(i);
+    const __m512i l = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(x.t[0], i, x.t[1]), upper, _mm512_permutex2var_epi8(x.t[2], i, x.t[3]));
+    const __m512i h = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(x.t[4], i, x.t[5]), upper, _mm512_permutex2var_epi8(x.t[6], i, x.t[7]));
+    *low = _mm512_unpacklo_epi8(l, h), *high = _mm512_unpackhi_epi8(l, h);
+  }
+};
+
+template <int B> void prepare_keys(Work& w) {
+  typedef Width<B> W;
+  int16_t order[MAX_CODED_DIM];
+  const int64_t places = round_up(w.dk, W::CODES);
+  for (int64_t i = 0; i < places; i++) {
+    const int64_t load = i / W::CODES, in = i % W::CODES, step = in / 8, e = in % 8;
+    const int64_t code = B == 8 ? 8 * step + e : B == 4 ? 4 * e + step : e / 4 * (W::CODES / 2) + 4 * step + e % 4;
+    order[i] = int16_t(load * W::CODES + code);
+  }
+  fix_queries(w, order, places);
+}
+
+INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 tokens
+  __m512i z = _mm512_castsi128_si512(load<__m128i>(p));
+  z = _mm512_inserti32x4(z, load<__m128i>(p + stride), 1);
+  z = _mm512_inserti32x4(z, load<__m128i>(p + 2 * stride), 2);
+  return _mm512_inserti32x4(z, load<__m128i>(p + 3 * stride), 3);
+}
+
+// Sums of R rows with 4·N tokens from p on, 4 partial sums a token
+template <int B, int R, int N>
+INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64_t stride, int64_t loads,
+                const uint8_t* ahead, int64_t ahead_lines, __m512 (*out)[4], int at) {
+  typedef Width<B> W;
+  static constexpr Bytes bytes = W::key_bytes();
+  __m512i acc[R][N];
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
+  for (int64_t l = 0; l < loads; l++) {
+    for (int64_t i = 0; i < ahead_lines; i++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_T0);
+    __m512i z[N];
+    UNROLL for (int n = 0; n < N; n++) {
+      z[n] = load_rows(p + l * W::LOAD + 4 * n * stride, stride);
+      if constexpr (B != 2 && B != 4 && B != 8) z[n] = _mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b));
+    }
+    UNROLL for (int s = 0; s < W::STEPS; s++) {
+      __m512i v[N];
+      UNROLL for (int n = 0; n < N; n++) {
+        if constexpr (B == 8) {
+          __m512i low, high;
+          Table<B>::look_up_bytes(table, z[n], &low, &high);
+          v[n] = s ? high : low;
+        } else if constexpr (B == 4) {
+          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], 4 * s) : z[n]);
+        } else {
+          const Bytes shift = W::key_shift(s);
+          v[n] = Table<B>::look_up(table, _mm512_multishift_epi64_epi8(load<__m512i>(shift.b), z[n]));
+        }
+      }
+      UNROLL for (int r = 0; r < R; r++) {
+        const __m512i x = _mm512_broadcast_i32x4(load<__m128i>(q + ((l * W::STEPS + s) * R + r) * 8));
+        UNROLL for (int n = 0; n < N; n++) acc[r][n] = dp(acc[r][n], v[n], x);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) out[r][at + n] = _mm512_cvtepi32_ps(acc[r][n]);
+}
+
+// s of R rows with 16 tokens
+template <int B, int R>
+INLINE void score16(const Work& w, const Table<B>& table, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
+                    int64_t loads, const uint8_t* ahead, int64_t ahead_lines, const float* ks, float* s) {
+  constexpr int N = R <= 4 ? 4 : 2;
+  __m512 f[R][4];
+  UNROLL for (int n = 0; n < 4; n += N)
+    dot<B, R, N>(table, q, p + 4 * n * stride, stride, loads, ahead + n / N * loads * ahead_lines * 64, ahead_lines, f, n);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  UNROLL for (int r = 0; r < R; r++) {
+    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(f[r][0], f[r][1]), _mm512_unpackhi_ps(f[r][0], f[r][1]));
+    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(f[r][2], f[r][3]), _mm512_unpackhi_ps(f[r][2], f[r][3]));
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    const __m512 sum = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+    const __m512 dots = _mm512_mul_ps(_mm512_permutexvar_ps(order, sum), _mm512_set1_ps(w.q_unit[row + r]));
+    _mm512_storeu_ps(s + r * TILE, _mm512_fmadd_ps(dots, _mm512_loadu_ps(ks), _mm512_set1_ps(w.shift[row + r])));
+  }
+}
+
+template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, const Table<B>& table) {
+  typedef Width<B> W;
+  const int64_t loads = (w.dk + W::CODES - 1) / W::CODES;
+  const int16_t* q = w.q16 + row * loads * W::CODES;
+  // while the keys are scored, the values of the same tokens come into the cache
+  constexpr int PASSES = R <= 4 ? 1 : 2;
+  const int64_t lines = row ? 0 : (16 * t.v_stride / 64 + loads * PASSES - 1) / (loads * PASSES);
+  int i = 0;
+  for (; i + 16 <= t.n; i += 16)
+    score16<B, R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, t.v + i * t.v_stride, lines, t.ks + i, w.s + row * TILE + i);
+  if (i < t.n) {
+    alignas(64) uint8_t rest[16 * MAX_CODED_DIM + 64];
+    const int64_t bytes = w.key.row_bytes;
+    for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
+    memset(rest + (t.n - i) * bytes, 0, (16 - t.n + i) * bytes + 64);
+    score16<B, R>(w, table, row, q, rest, bytes, loads, rest, 0, t.ks + i, w.s + row * TILE + i);
+  }
+}
+
+#define EACH_ROW_COUNT(call) \
+  switch (rows) {            \
+    case 1: call(1); break;  \
+    case 2: call(2); break;  \
+    case 3: call(3); break;  \
+    case 4: call(4); break;  \
+    case 5: call(5); break;  \
+    case 6: call(6); break;  \
+    case 7: call(7); break;  \
+    default: call(8);        \
+  }
+
+template <int B> void fast_scores(Work& w, const Tile& t) {
+  const Table<B> table(w.key);
+  for (int64_t row = 0; row < w.rows; row += 8) {
+    const int64_t rows = w.rows - row;
+#define CALL(R) score_rows<B, R>(w, t, row, table)
+    EACH_ROW_COUNT(CALL)
+#undef CALL
+  }
+}
+
+template <int B> INLINE __m512i load_pair(const uint8_t* a, const uint8_t* b, bool whole) {
+  static constexpr Bytes bytes = Width<B>::value_bytes();
+  __m512i z;
+  if (whole) z = _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(a)), load<__m256i>(b), 1);
+  else z = _mm512_inserti64x4(_mm512_zextsi128_si512(load<__m128i>(a)), _mm256_zextsi128_si256(load<__m128i>(b)), 1);
+  return _mm512_permutexvar_epi8(load<__m512i>(bytes.b), z);
+}
+
+// acc of R rows for one block of coordinates, parts [FROM, FROM + N). `whole`: the block has more than 16 bytes.
+template <int B, int R, int FROM, int N>
+INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64_t row, int64_t block, bool whole,
+                      const uint8_t* ahead, int64_t ahead_lines) {
+  typedef Width<B> W;
+  const uint8_t* p = t.v + block * W::BLOCK * B / 8;
+  const int32_t* weights = (const int32_t*)(w.w16 + row * TILE);
+  __m512i acc[R][N];
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
+  for (int i = 0; i < t.n; i += 2, p += 2 * t.v_stride) {
+    for (int64_t l = 0; l < ahead_lines; l++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_T0);
+    const __m512i z = load_pair<B>(p, i + 1 < t.n ? p + t.v_stride : p, whole);
+    __m512i v[N];
+    if constexpr (B == 8) {
+      __m512i low, high;
+      Table<B>::look_up_bytes(table, z, &low, &high);
+      UNROLL for (int n = 0; n < N; n++) v[n] = FROM + n ? high : low;
+    } else {
+      UNROLL for (int n = 0; n < N; n++) {
+        const Bytes shift = W::value_shift(FROM + n);
+        v[n] = Table<B>::look_up(table, _mm512_multishift_epi64_epi8(load<__m512i>(shift.b), z));
+      }
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+      const __m512i x = _mm512_set1_epi32(weights[r * (TILE / 2) + i / 2]);
+      UNROLL for (int n = 0; n < N; n++) acc[r][n] = dp(acc[r][n], v[n], x);
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++) {
+    const __m512 correction = _mm512_set1_ps(w.correction[row + r]), unit = _mm512_set1_ps(w.w_unit[row + r]);
+    UNROLL for (int n = 0; n < N; n++) {
+      float* o = w.acc + (row + r) * w.v_pad + block * W::BLOCK + (FROM + n) * 16;
+      const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(o), correction);
+      _mm512_storeu_ps(o, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][n]), unit, old));
+    }
+  }
+}
+
+template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const Table<B>& table) {
+  typedef Width<B> W;
+  const int64_t blocks = (w.dv + W::BLOCK - 1) / W::BLOCK;
+  // meanwhile the next keys come into the cache
+  const int64_t lines = row ? 0 : (2 * w.key.row_bytes + 64 * blocks - 1) / (64 * blocks);
+  for (int64_t b = 0; b < blocks; b++) {
+    const int64_t left = w.value.row_bytes - b * W::BLOCK * B / 8;
+    const bool whole = left > 16 && W::BLOCK * B / 8 > 16;
+    const uint8_t* ahead = t.next_k + b * lines * 64 * ((t.n + 1) / 2);
+    if constexpr (W::PARTS == 2 || R <= 5) {
+      add_block<B, R, 0, W::PARTS>(w, table, t, row, b, whole, ahead, lines);
+    } else {
+      add_block<B, R, 0, 2>(w, table, t, row, b, whole, ahead, lines);
+      add_block<B, R, 2, 2>(w, table, t, row, b, whole, ahead, 0);
+    }
+  }
+}
+
+template <int B> void fast_accumulate(Work& w, const Tile& t) {
+  const Table<B> table(w.value);
+  fix_weights(w, t, 8191);
+  for (int64_t row = 0; row < w.rows; row += 8) {
+    const int64_t rows = w.rows - row;
+#define CALL(R) add_rows<B, R>(w, t, row, table)
+    EACH_ROW_COUNT(CALL)
+#undef CALL
+  }
+}
+
+template <int B> void fast_finish(Work& w, float* out, int64_t stride) {
+  typedef Width<B> W;
+  int16_t order[MAX_CODED_DIM + 64];
+  const int64_t places = round_up(w.dv, W::BLOCK);
+  for (int64_t i = 0; i < places; i++)
+    order[i] = int16_t(i / W::BLOCK * W::BLOCK + W::coordinate(int(i % W::BLOCK / 16), int(i % 16)));
+  for (int64_t r = 0; r < w.rows; r++)
+    for (int64_t i = 0; i < places; i++) if (order[i] < w.dv) out[r * stride + order[i]] = w.acc[r * w.v_pad + i];
+}
+
+const KeyKernel* fast_key(const Codec& c) {
+#define KERNEL(B) case B: { static const KeyKernel k = {prepare_keys<B>, fast_scores<B>}; return &k; }
+  switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
+#undef KERNEL
+  return nullptr;
+}
+const ValueKernel* fast_value(const Codec& c) {
+#define KERNEL(B) case B: { static const ValueKernel k = {nullptr, fast_accumulate<B>, fast_finish<B>}; return &k; }
+  switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
+#undef KERNEL
+  return nullptr;
+}
+
+}  // namespace
