@@ -26,9 +26,13 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
   const int64_t p = w.position[r];
   int64_t spans = visible_spans(w.a, p, p, t.pos, t.pos + n, begin, end);
   for (int64_t i = 0; i < spans; i++) begin[i] -= t.pos, end[i] -= t.pos;
-  vf check = {};
-  for (int i = 0; i < full; i += VL) check += load<vf>(s + i) * 0.f;
-  if (!(sum(check) == 0)) find_bad_scores(w, r, begin, end, spans);
+  vf check = {}, top = splat(-INFINITY);
+  for (int i = 0; i < full; i += VL) {
+    const vf x = load<vf>(s + i);
+    check += x * 0.f, top = vmax(x, top);
+  }
+  const bool plain = all_finite(check) && spans == 1 && begin[0] == 0 && end[0] == full && !(w.a.softcap > 0);
+  if (!all_finite(check)) find_bad_scores(w, r, begin, end, spans);
   for (int b = 0; b < bad_count; b++)
     for (int64_t i = 0; i < spans; i++) w.bad_value[r] |= begin[i] <= bad[b] && bad[b] < end[i];
   if (w.a.softcap > 0) {
@@ -45,23 +49,26 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
       if (i < spans) at = end[i];
     }
   }
-  vf top = splat(-INFINITY);
-  for (int i = 0; i < full; i += VL) top = vmax(load<vf>(s + i), top);
+  if (!plain) {
+    top = splat(-INFINITY);
+    for (int i = 0; i < full; i += VL) top = vmax(load<vf>(s + i), top);
+  }
   const float tile_most = largest(top), most = tile_most > w.most[r] ? tile_most : w.most[r];
   if (most == -INFINITY) {
-    w.correction[r] = 1, w.added[r] = 0;
+    w.correction[r] = 1, w.added[r] = w.w_most[r] = w.w_sum[r] = 0;
     memset(s, 0, 4 * full);
     return true;
   }
-  const float correction = exp2_neg(splat(w.most[r] - most))[0];
+  const float correction = most == w.most[r] ? 1 : exp2_neg(splat(w.most[r] - most))[0];
   w.correction[r] = correction, w.most[r] = most;
-  vf total = w.sums[r] * correction, added = {};
+  vf added = {}, w_most = {}, w_sum = {};
   for (int i = 0; i < full; i += VL) {
-    const vf e = exp2_neg(load<vf>(s + i) - most);
-    added += e;
-    store(s + i, e * load<vf>(t.vs + i));
+    const vf e = exp2_neg(load<vf>(s + i) - most), x = e * load<vf>(t.vs + i), a = vabs(x);
+    added += e, w_sum += a, w_most = vmax(w_most, a);
+    store(s + i, x);
   }
-  w.sums[r] = total + added;
+  w.sums[r] = w.sums[r] * correction + added;
+  w.w_most[r] = largest(w_most), w.w_sum[r] = sum(w_sum);
   w.kept[r] *= correction;
   if (!(w.a.threshold > 0)) return false;
   w.added[r] = sum(added);
@@ -75,7 +82,7 @@ inline void attend_tile(Work& w, Tile& t, const KeyKernel& keys, const ValueKern
   int bad[TILE], bad_count = 0;
   vf check = {};
   for (int i = 0; i < full; i += VL) check += load<vf>(t.vs + i) * 0.f;
-  if (!(sum(check) == 0))
+  if (!all_finite(check))
     for (int i = 0; i < t.n; i++) if (!isfinite(t.vs[i])) bad[bad_count++] = i, t.vs[i] = 0;
   keys.scores(w, t);
   bool minor = true;

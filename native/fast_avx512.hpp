@@ -38,6 +38,14 @@ template <int B> struct Width {
     for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 2 ? 0 : (4 * step + i % 8 / 2) * B);
     return x;
   }
+  static constexpr Bytes key_order() {  // which code of a load comes to place i
+    Bytes x{};
+    for (int i = 0; i < CODES; i++) {
+      const int step = i / 8, e = i % 8;
+      x.b[i] = uint8_t(B == 8 ? i : B == 4 ? 4 * e + step : e / 4 * (CODES / 2) + 4 * step + e % 4);
+    }
+    return x;
+  }
   static constexpr Bytes value_bytes() {
     Bytes x{};
     for (int i = 0; i < 64; i++) {
@@ -55,8 +63,12 @@ template <int B> struct Width {
     }
     return x;
   }
-  static int coordinate(int part, int lane) {  // of a block
-    return B == 8 ? 8 * (lane / 4) + 4 * part + lane % 4 : PER * (lane / 2) + 2 * part + lane % 2;
+  static constexpr Bytes value_order() {  // where coordinate i of a block is accumulated: part · 16 + lane
+    Bytes x{};
+    for (int part = 0; part < PARTS; part++)
+      for (int lane = 0; lane < 16; lane++)
+        x.b[B == 8 ? 8 * (lane / 4) + 4 * part + lane % 4 : PER * (lane / 2) + 2 * part + lane % 2] = uint8_t(part * 16 + lane);
+    return x;
   }
 };
 
@@ -87,14 +99,8 @@ template <int B> struct Table {
 
 template <int B> void prepare_keys(Work& w) {
   typedef Width<B> W;
-  int16_t order[MAX_CODED_DIM];
-  const int64_t places = round_up(w.dk, W::CODES);
-  for (int64_t i = 0; i < places; i++) {
-    const int64_t load = i / W::CODES, in = i % W::CODES, step = in / 8, e = in % 8;
-    const int64_t code = B == 8 ? 8 * step + e : B == 4 ? 4 * e + step : e / 4 * (W::CODES / 2) + 4 * step + e % 4;
-    order[i] = int16_t(load * W::CODES + code);
-  }
-  fix_queries(w, order, places);
+  static constexpr Bytes order = W::key_order();
+  fix_queries<4>(w, order.b, W::CODES, round_up(w.dk, W::CODES));
 }
 
 INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 tokens
@@ -134,7 +140,7 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
         }
       }
       UNROLL for (int r = 0; r < R; r++) {
-        const __m512i x = _mm512_broadcast_i32x4(load<__m128i>(q + ((l * W::STEPS + s) * R + r) * 8));
+        const __m512i x = load<__m512i>(q + ((l * W::STEPS + s) * R + r) * 32);
         UNROLL for (int n = 0; n < N; n++) acc[r][n] = dp(acc[r][n], v[n], x);
       }
     }
@@ -164,7 +170,7 @@ INLINE void score16(const Work& w, const Table<B>& table, int64_t row, const int
 template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, const Table<B>& table) {
   typedef Width<B> W;
   const int64_t loads = (w.dk + W::CODES - 1) / W::CODES;
-  const int16_t* q = w.q16 + row * loads * W::CODES;
+  const int16_t* q = w.q16 + row * loads * W::CODES * 4;
   // while the keys are scored, the values of the same tokens come into the cache
   constexpr int PASSES = R <= 4 ? 1 : 2;
   const int64_t lines = row ? 0 : (16 * t.v_stride / 64 + loads * PASSES - 1) / (loads * PASSES);
@@ -219,9 +225,11 @@ INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64
   const int32_t* weights = (const int32_t*)(w.w16 + row * TILE);
   __m512i acc[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
-  for (int i = 0; i < t.n; i += 2, p += 2 * t.v_stride) {
+  const int64_t stride = t.v_stride;
+  const int n_tokens = t.n;
+  for (int i = 0; i < n_tokens; i += 2, p += 2 * stride) {
     for (int64_t l = 0; l < ahead_lines; l++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_T0);
-    const __m512i z = load_pair<B>(p, i + 1 < t.n ? p + t.v_stride : p, whole);
+    const __m512i z = load_pair<B>(p, i + 1 < n_tokens ? p + stride : p, whole);
     __m512i v[N];
     if constexpr (B == 8) {
       __m512i low, high;
@@ -234,7 +242,7 @@ INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64
       }
     }
     UNROLL for (int r = 0; r < R; r++) {
-      const __m512i x = _mm512_set1_epi32(weights[r * (TILE / 2) + i / 2]);
+      const __m512i x = _mm512_set1_epi32(weights[r * (TILE / 2) + unsigned(i) / 2]);
       UNROLL for (int n = 0; n < N; n++) acc[r][n] = dp(acc[r][n], v[n], x);
     }
   }
@@ -279,12 +287,12 @@ template <int B> void fast_accumulate(Work& w, const Tile& t) {
 
 template <int B> void fast_finish(Work& w, float* out, int64_t stride) {
   typedef Width<B> W;
-  int16_t order[MAX_CODED_DIM + 64];
-  const int64_t places = round_up(w.dv, W::BLOCK);
-  for (int64_t i = 0; i < places; i++)
-    order[i] = int16_t(i / W::BLOCK * W::BLOCK + W::coordinate(int(i % W::BLOCK / 16), int(i % 16)));
+  static constexpr Bytes order = W::value_order();
   for (int64_t r = 0; r < w.rows; r++)
-    for (int64_t i = 0; i < places; i++) if (order[i] < w.dv) out[r * stride + order[i]] = w.acc[r * w.v_pad + i];
+    for (int64_t d = 0; d < w.dv; d += W::BLOCK) {
+      const int64_t n = w.dv - d < W::BLOCK ? w.dv - d : W::BLOCK;
+      for (int64_t i = 0; i < n; i++) out[r * stride + d + i] = w.acc[r * w.v_pad + d + order.b[i]];
+    }
 }
 
 const KeyKernel* fast_key(const Codec& c) {

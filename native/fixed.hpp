@@ -13,32 +13,49 @@ inline int32_t most_level(const Codec& c) {
   return most;
 }
 
-// Coordinate order[i] of each query goes to place i; places with equal (i % 8) / 2 are added up in one int32.
-// A block of up to 8 rows is [places / 8][rows of the block][8].
-inline void fix_queries(Work& w, const int16_t* order, int64_t places) {
+INLINE void store_int16(int16_t* to, vf x) {  // rounded
+#if defined(__AVX512F__)
+  store(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)x)));
+#elif defined(__AVX2__)
+  const __m256i y = _mm256_cvtps_epi32((__m256)x);
+  store(to, _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+#else
+  for (int i = 0; i < VL; i++) to[i] = int16_t(lrintf(x[i]));
+#endif
+}
+
+// Place i of a query gets coordinate order[i % codes] of its codes; places with equal (i % 8) / 2 are added up in one
+// int32. A block of up to 8 rows is [places / 8][rows of the block][COPIES][8]: instructions that repeat 16 bytes of
+// memory cost more than the memory.
+template <int COPIES> inline void fix_queries(Work& w, const uint8_t* order, int64_t codes, int64_t places) {
   const float room = INT_LIMIT / float(most_level(w.key)) - float(places) / 8 - 2;
+  alignas(64) float x[MAX_CODED_DIM];
+  alignas(64) int16_t y[MAX_CODED_DIM];
   for (int64_t r = 0; r < w.rows; r++) {
-    const float* q = w.q + r * w.k_pad;
-    const int64_t block = r / 8 * 8, rows = w.rows - block < 8 ? w.rows - block : 8;
-    int16_t* to = w.q16 + block * places + (r - block) * 8;
-    float most = 0, sums[4] = {}, check = 0;
-    alignas(64) float x[MAX_CODED_DIM];
-    for (int64_t i = 0; i < places; i++) x[i] = q[order[i]];  // beyond dim: zeros
-    for (int64_t i = 0; i < places; i++) {
-      const float a = fabsf(x[i]);
-      most = a > most ? a : most, check += x[i] * 0.f;
+    const float* q = w.q + r * w.k_pad;  // zeros beyond dim
+    for (int64_t i = 0; i < places; i += codes)
+      for (int64_t j = 0; j < codes; j++) x[i + j] = q[i + order[j]];
+    vf most = {}, check = {}, sums = {}, more = {};
+    for (int64_t i = 0; i < places; i += VL) {
+      const vf v = load<vf>(x + i), a = vabs(v);
+      most = vmax(a, most), check += v * 0.f;
+      if (VL == 4 && i % 8) more += a;
+      else sums += a;
     }
+    float part[4] = {};
+    for (int i = 0; i < VL; i++) part[i % 8 / 2] += sums[i], part[(i + 4) % 8 / 2] += more[i];
+    float sum = part[0];
+    for (int i = 1; i < 4; i++) sum = part[i] > sum ? part[i] : sum;
+    const float peak = largest(most);
+    float factor = sum > 0 ? room / sum : 0;
+    if (peak > 0 && 32766.f / peak < factor) factor = 32766.f / peak;
+    if (!all_finite(check) || !(factor < 3e38f)) factor = 0;
+    w.q_unit[r] = !all_finite(check) ? NAN : factor > 0 ? w.key.unit / factor : 0;
+    for (int64_t i = 0; i < places; i += VL) store_int16(y + i, load<vf>(x + i) * factor);
+    const int64_t block = r / 8 * 8, rows = w.rows - block < 8 ? w.rows - block : 8;
+    int16_t* to = w.q16 + (block * places + (r - block) * 8) * COPIES;
     for (int64_t i = 0; i < places; i += 8)
-      for (int j = 0; j < 4; j++) sums[j] += fabsf(x[i + 2 * j]) + fabsf(x[i + 2 * j + 1]);
-    float largest = sums[0];
-    for (int j = 1; j < 4; j++) largest = sums[j] > largest ? sums[j] : largest;
-    float factor = largest > 0 ? room / largest : 0;
-    if (most > 0 && 32766.f / most < factor) factor = 32766.f / most;
-    const bool fine = check == 0 && isfinite(factor);
-    w.q_unit[r] = check != 0 || check != check ? NAN : fine && factor > 0 ? w.key.unit / factor : 0;
-    if (!fine) factor = 0;
-    for (int64_t i = 0; i < places; i += 8)
-      for (int j = 0; j < 8; j++) to[i * rows + j] = int16_t(lrintf(x[i + j] * factor));
+      for (int c = 0; c < COPIES; c++) memcpy(to + i * rows * COPIES + 8 * c, y + i, 16);
   }
 }
 
@@ -48,24 +65,13 @@ inline void fix_weights(Work& w, const Tile& t, int32_t most_level) {
   const float room = INT_LIMIT / float(most_level) - float(TILE) / 2 - 2;
   for (int64_t r = 0; r < w.rows; r++) {
     const float* s = w.s + r * TILE;
-    vf most = {}, total = {};
-    for (int i = 0; i < full; i += VL) { const vf a = vabs(load<vf>(s + i)); most = vmax(most, a), total += a; }
-    const float m = largest(most);
-    float factor = m > 0 ? 32766.f / m : 0;
-    const float bound = m > 0 ? room / sum(total) : 0;
+    float factor = w.w_most[r] > 0 ? 32766.f / w.w_most[r] : 0;
+    const float bound = w.w_most[r] > 0 ? room / w.w_sum[r] : 0;
     factor = bound < factor ? bound : factor;
     if (!(factor < 3e38f)) factor = 0;  // weights below the range of float32
     w.w_unit[r] = factor > 0 ? w.value.unit / factor : 0;
     int16_t* to = w.w16 + r * TILE;
-    for (int i = 0; i < full; i += VL) {
-#if defined(__AVX512F__)
-      const __m512i x = _mm512_cvtps_epi32((__m512)(load<vf>(s + i) * factor));
-      store(to + i, _mm512_cvtepi32_epi16(x));
-#elif defined(__AVX2__)
-      const __m256i x = _mm256_cvtps_epi32((__m256)(load<vf>(s + i) * factor));
-      store(to + i, _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
-#endif
-    }
+    for (int i = 0; i < full; i += VL) store_int16(to + i, load<vf>(s + i) * factor);
     to[t.n] = 0;  // a pair may have one token only
   }
 }

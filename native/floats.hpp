@@ -79,7 +79,7 @@ inline void load_values(Work& w, Tile& t) {
     if (w.value.bits < 16) continue;
     vf check = {};
     for (int64_t d = 0; d < w.v_pad; d += VL) check += load<vf>(row + d) * 0.f;
-    if (!(sum(check) == 0)) t.vs[i] = NAN, memset(row, 0, 4 * w.v_pad);
+    if (!all_finite(check)) t.vs[i] = NAN, memset(row, 0, 4 * w.v_pad);
   }
 }
 

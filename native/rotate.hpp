@@ -81,9 +81,46 @@ INLINE void unrotate(const Codec& c, v16* tile) {
   for (int64_t d = 0; d < c.dim; d++) tile[d] *= c.sign[d];
 }
 
+#if defined(__AVX512F__)
+// x = H x for one vector of 2^k coordinates, 16 lanes along it
+INLINE void hadamard_row(float* x, int64_t dim) {
+  static const int32_t near[4][16] = {{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14},
+                                      {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13},
+                                      {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11},
+                                      {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}};
+  for (int64_t d = 0; d < dim; d += 16) {
+    __m512 v = _mm512_loadu_ps(x + d);
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; s++) {
+      const __mmask16 upper = __mmask16(s == 0 ? 0xaaaa : s == 1 ? 0xcccc : s == 2 ? 0xf0f0 : 0xff00);
+      const __m512 other = _mm512_permutexvar_ps(_mm512_loadu_si512(near[s]), v);
+      v = _mm512_mask_sub_ps(_mm512_add_ps(v, other), upper, other, v);
+    }
+    _mm512_storeu_ps(x + d, v);
+  }
+  for (int64_t h = 16; h < dim; h *= 2)
+    for (int64_t i = 0; i < dim; i += 2 * h)
+      for (int64_t j = i; j < i + h; j += 16) {
+        const __m512 p = _mm512_loadu_ps(x + j), q = _mm512_loadu_ps(x + j + h);
+        _mm512_storeu_ps(x + j, _mm512_add_ps(p, q)), _mm512_storeu_ps(x + j + h, _mm512_sub_ps(p, q));
+      }
+}
+#endif
+
 // rows = R rows (or Rᵀ rows) in place, [count][stride] floats; nothing at 16 bits.
 inline void rotate_rows(const Codec& c, float* rows, int64_t stride, int64_t count, bool inverse) {
   if (c.bits == 16) return;
+#if defined(__AVX512F__)
+  if (c.base == 1) {
+    for (int64_t r = 0; r < count; r++) {
+      float* x = rows + r * stride;
+      if (!inverse) for (int64_t d = 0; d < c.dim; d++) x[d] *= c.sign[d];
+      hadamard_row(x, c.dim);
+      if (inverse) for (int64_t d = 0; d < c.dim; d++) x[d] *= c.sign[d];
+    }
+    return;
+  }
+#endif
   alignas(64) v16 tile[MAX_CODED_DIM];
   for (int64_t r = 0; r < count; r += LANES) {
     const int64_t n = count - r < LANES ? count - r : LANES;

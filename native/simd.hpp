@@ -30,23 +30,62 @@ template <class V> INLINE void store(void* p, V x) { memcpy(p, &x, sizeof x); }
 INLINE vf splat(float x) { return x - (vf){}; }
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
-INLINE float sum(vf x) { float s = 0; for (int i = 0; i < VL; i++) s += x[i]; return s; }
-INLINE float largest(vf x) { float s = x[0]; for (int i = 1; i < VL; i++) s = x[i] > s ? x[i] : s; return s; }
+// Halves, quarters, … are combined, so that the order does not depend on the compiler.
+INLINE float sum(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__AVX2__)
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+#else
+  return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
+INLINE float largest(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX2__)
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+#else
+  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+#endif
+}
+// Whether a sum of x · 0 met a number that is not finite.
+INLINE bool all_finite(vf zeros) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)zeros, _mm512_setzero_ps(), _CMP_NEQ_UQ) == 0;
+#else
+  return sum(zeros) == 0;
+#endif
+}
 
-// 2^x for x <= 0 (relative error 2e-7) and exactly 0 below 2^-126; NaN becomes 0: callers take NaN out first.
+// 2^x for x <= 0 (relative error 2e-7) and exactly 0 for x = -inf. Callers take NaN out first.
 INLINE vf exp2_neg(vf x) {
+#if defined(__AVX512F__)
+  const __m512 y = _mm512_max_ps((__m512)x, _mm512_set1_ps(-200.f)), n = _mm512_roundscale_ps(y, 8);
+  const vf f = (vf)_mm512_sub_ps(y, n);
+#else
   const vf low = splat(-126.f);
   const vf y = vmax(x, low);
   const vf magic = splat(12582912.f);  // 1.5·2^23: adding it rounds to whole numbers
   const vf t = y + magic, f = y - (t - magic);
+#endif
   vf p = splat(1.3333558e-3f);
   p = p * f + splat(9.6181291e-3f);
   p = p * f + splat(5.5504109e-2f);
   p = p * f + splat(2.4022651e-1f);
   p = p * f + splat(6.9314718e-1f);
   p = p * f + splat(1.f);
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, n);
+#else
   p = (vf)((vi)p + ((vi)t << 23));
   return x >= low ? p : (vf){};
+#endif
 }
 
 // c·tanh(s/c)

@@ -33,10 +33,11 @@ struct Work {
   int64_t rows, group, dk, dv, k_pad, v_pad;
   float *q, *s, *acc, *kt, *values, *buffer;
   // [rows][k_pad], [rows][TILE], [rows][v_pad], [k_pad][TILE], [TILE][v_pad], [16][k_pad]
-  int16_t *q16, *w16;                // [rows][k_pad] and [rows][TILE] for kernels with int16 arithmetic
+  int16_t *q16, *w16;                // 4 copies of [rows][k_pad], and [rows][TILE], for kernels with int16 arithmetic
   uint8_t *stage_k, *stage_v;
   alignas(64) vf sums[ROWS];
-  float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS], q_unit[ROWS], w_unit[ROWS];
+  float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS], q_unit[ROWS];
+  float w_unit[ROWS], w_most[ROWS], w_sum[ROWS];  // of the weights of a tile: factor, largest, sum of magnitudes
   int64_t position[ROWS];
   bool bad_score[ROWS], bad_value[ROWS];
 
@@ -52,7 +53,7 @@ struct Work {
     kt = m.take<float>(k_pad * TILE);
     values = m.take<float>(TILE * v_pad);
     buffer = m.take<float>(16 * k_pad);
-    q16 = m.take<int16_t>(round_up(rows, 8) * k_pad);
+    q16 = m.take<int16_t>(rows * k_pad * 4);
     w16 = m.take<int16_t>(round_up(rows, 8) * TILE);
     stage_k = m.take<uint8_t>(TILE * key.row_bytes + 64);
     stage_v = m.take<uint8_t>(TILE * value.row_bytes + 64);
