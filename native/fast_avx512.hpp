@@ -1,7 +1,7 @@
 // int16 kernels for AVX-512 with VNNI and VBMI, every width of codes on the natural bytes.
 //
-// Scores: a register holds 16 bytes of 4 tokens, one per 128-bit lane; vpmultishiftqb brings 4 codes of each quarter to
-// 16-bit places, vpermw looks their levels up, vpdpwssd multiplies with the query, which lies in the same order.
+// Scores: a register holds 16 bytes of 4 tokens, one per 128-bit lane; shifts bring a code to the low end of each 16-bit
+// place, vpermw looks its level up, vpdpwssd multiplies with the query, which lies in the same order.
 // Weighted sums: a register holds the bytes of 2 tokens so interleaved that a 32-bit place has the same coordinate of
 // both; vpdpwssd multiplies with a pair of weights. Sums stay in int32 within a tile and go to float32 after it.
 #pragma once
@@ -22,52 +22,51 @@ INLINE __m512i dp(__m512i acc, __m512i a, __m512i b) {
 
 struct Bytes { alignas(64) uint8_t b[64]; };
 
-template <int B> struct Width {
-  // keys: a 16-byte load has CODES codes of a token in STEPS groups of 8
-  static constexpr int CODES = B == 2 ? 64 : B <= 4 ? 32 : 16, STEPS = CODES / 8, LOAD = CODES * B / 8;
-  // values: a place of 8 bytes has PER codes of each of 2 tokens, a load BLOCK coordinates in PARTS registers
-  static constexpr int PER = B <= 4 ? 8 : 4, BLOCK = 8 * PER, PARTS = PER / 2;
+struct Words { alignas(64) uint16_t w[32]; };
 
-  static constexpr Bytes key_bytes() {  // within a lane: each half of the codes to its 64-bit place
+// Codes are looked up by the low bits of 16-bit windows. A window starts at a byte and holds PER whole codes, which
+// shifts bring to its low end one after the other; vpermw ignores what lies above. (vpmultishiftqb would do without
+// windows, but shares its pipes with vpdpwssd.) At 8 bits bytes are looked up instead.
+template <int B> struct Width {
+  // keys: 16 bytes of a token are 8 windows
+  static constexpr int PER = B == 2 ? 8 : B <= 4 ? 4 : 2, CODES = 8 * PER, STEPS = PER, LOAD = CODES * B / 8;
+  // values: BLOCK coordinates of 2 tokens are 16 pairs of windows
+  static constexpr int PARTS = B <= 4 ? 4 : 2, BLOCK = 16 * PARTS, BLOCK_BYTES = BLOCK * B / 8;
+  static constexpr bool ALIGNED = B == 2 || B == 4;  // all windows are shifted alike
+
+  static constexpr Bytes key_bytes() {
     Bytes x{};
-    for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 8 < LOAD / 2 ? (i % 16) / 8 * (LOAD / 2) + i % 8 : 0x80);
+    for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 16 / 2 * PER * B / 8 + i % 2);
     return x;
   }
-  static constexpr Bytes key_shift(int step) {
-    Bytes x{};
-    for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 2 ? 0 : (4 * step + i % 8 / 2) * B);
+  static constexpr Words key_shift(int step) {
+    Words x{};
+    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i % 8 * PER * B % 8 + step * B);
     return x;
   }
   static constexpr Bytes key_order() {  // which code of a load comes to place i
     Bytes x{};
-    for (int i = 0; i < CODES; i++) {
-      const int step = i / 8, e = i % 8;
-      x.b[i] = uint8_t(B == 8 ? i : B == 4 ? 4 * e + step : e / 4 * (CODES / 2) + 4 * step + e % 4);
-    }
+    for (int i = 0; i < CODES; i++) x.b[i] = uint8_t(B == 8 ? i : i % 8 * PER + i / 8);
     return x;
   }
   static constexpr Bytes value_bytes() {
     Bytes x{};
     for (int i = 0; i < 64; i++) {
-      if (B == 8) { x.b[i] = uint8_t(i / 2 + i % 2 * 32); continue; }
-      const int at = i / 8 * PER * B / 8 + i % 4;
-      x.b[i] = uint8_t((at < 32 ? at : 31) + i % 8 / 4 * 32);
+      const int at = B == 8 ? i / 2 : i / 4 * PARTS * B / 8 + i % 2, token = B == 8 ? i % 2 : i % 4 / 2;
+      x.b[i] = uint8_t((at < 32 ? at : 31) + token * (B == 2 ? 16 : 32));
     }
     return x;
   }
-  static constexpr Bytes value_shift(int part) {
-    Bytes x{};
-    for (int i = 0; i < 64; i++) {
-      const int o = i % 8, bit = i / 8 * PER * B % 8 + (2 * part + o / 4) * B;
-      x.b[i] = uint8_t(o % 2 ? 0 : bit + o % 4 / 2 * 32);
-    }
+  static constexpr Words value_shift(int part) {
+    Words x{};
+    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i / 2 * PARTS * B % 8 + part * B);
     return x;
   }
   static constexpr Bytes value_order() {  // where coordinate i of a block is accumulated: part · 16 + lane
     Bytes x{};
     for (int part = 0; part < PARTS; part++)
       for (int lane = 0; lane < 16; lane++)
-        x.b[B == 8 ? 8 * (lane / 4) + 4 * part + lane % 4 : PER * (lane / 2) + 2 * part + lane % 2] = uint8_t(part * 16 + lane);
+        x.b[B == 8 ? 8 * (lane / 4) + 4 * part + lane % 4 : PARTS * lane + part] = uint8_t(part * 16 + lane);
     return x;
   }
 };
@@ -104,10 +103,10 @@ template <int B> void prepare_keys(Work& w) {
 }
 
 INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 tokens
-  __m512i z = _mm512_castsi128_si512(load<__m128i>(p));
-  z = _mm512_inserti32x4(z, load<__m128i>(p + stride), 1);
-  z = _mm512_inserti32x4(z, load<__m128i>(p + 2 * stride), 2);
-  return _mm512_inserti32x4(z, load<__m128i>(p + 3 * stride), 3);
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + stride), 1);
+  p += 2 * stride;
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + stride), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
 // Sums of R rows with 4·N tokens from p on, 4 partial sums a token
@@ -119,11 +118,11 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
   __m512i acc[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
   for (int64_t l = 0; l < loads; l++) {
-    for (int64_t i = 0; i < ahead_lines; i++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_T0);
+    for (int64_t i = 0; i < ahead_lines; i++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_NTA);
     __m512i z[N];
     UNROLL for (int n = 0; n < N; n++) {
       z[n] = load_rows(p + l * W::LOAD + 4 * n * stride, stride);
-      if constexpr (B != 2 && B != 4 && B != 8) z[n] = _mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b));
+      if constexpr (!W::ALIGNED && B != 8) z[n] = _mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b));
     }
     UNROLL for (int s = 0; s < W::STEPS; s++) {
       __m512i v[N];
@@ -132,11 +131,11 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
           __m512i low, high;
           Table<B>::look_up_bytes(table, z[n], &low, &high);
           v[n] = s ? high : low;
-        } else if constexpr (B == 4) {
-          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], 4 * s) : z[n]);
+        } else if constexpr (W::ALIGNED) {
+          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], B * s) : z[n]);
         } else {
-          const Bytes shift = W::key_shift(s);
-          v[n] = Table<B>::look_up(table, _mm512_multishift_epi64_epi8(load<__m512i>(shift.b), z[n]));
+          const Words shift = W::key_shift(s);
+          v[n] = Table<B>::look_up(table, _mm512_srlv_epi16(z[n], load<__m512i>(shift.w)));
         }
       }
       UNROLL for (int r = 0; r < R; r++) {
@@ -211,7 +210,9 @@ template <int B> void fast_scores(Work& w, const Tile& t) {
 template <int B> INLINE __m512i load_pair(const uint8_t* a, const uint8_t* b, bool whole) {
   static constexpr Bytes bytes = Width<B>::value_bytes();
   __m512i z;
-  if (whole) z = _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(a)), load<__m256i>(b), 1);
+  if constexpr (B == 2)
+    z = _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(a)), load<__m128i>(b), 1));
+  else if (whole) z = _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(a)), load<__m256i>(b), 1);
   else z = _mm512_inserti64x4(_mm512_zextsi128_si512(load<__m128i>(a)), _mm256_zextsi128_si256(load<__m128i>(b)), 1);
   return _mm512_permutexvar_epi8(load<__m512i>(bytes.b), z);
 }
@@ -221,14 +222,14 @@ template <int B, int R, int FROM, int N>
 INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64_t row, int64_t block, bool whole,
                       const uint8_t* ahead, int64_t ahead_lines) {
   typedef Width<B> W;
-  const uint8_t* p = t.v + block * W::BLOCK * B / 8;
+  const uint8_t* p = t.v + block * W::BLOCK_BYTES;
   const int32_t* weights = (const int32_t*)(w.w16 + row * TILE);
   __m512i acc[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
   const int64_t stride = t.v_stride;
   const int n_tokens = t.n;
   for (int i = 0; i < n_tokens; i += 2, p += 2 * stride) {
-    for (int64_t l = 0; l < ahead_lines; l++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_T0);
+    for (int64_t l = 0; l < ahead_lines; l++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_NTA);
     const __m512i z = load_pair<B>(p, i + 1 < n_tokens ? p + stride : p, whole);
     __m512i v[N];
     if constexpr (B == 8) {
@@ -237,8 +238,12 @@ INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64
       UNROLL for (int n = 0; n < N; n++) v[n] = FROM + n ? high : low;
     } else {
       UNROLL for (int n = 0; n < N; n++) {
-        const Bytes shift = W::value_shift(FROM + n);
-        v[n] = Table<B>::look_up(table, _mm512_multishift_epi64_epi8(load<__m512i>(shift.b), z));
+        if constexpr (W::ALIGNED) {
+          v[n] = Table<B>::look_up(table, FROM + n ? _mm512_srli_epi16(z, B * (FROM + n)) : z);
+        } else {
+          const Words shift = W::value_shift(FROM + n);
+          v[n] = Table<B>::look_up(table, _mm512_srlv_epi16(z, load<__m512i>(shift.w)));
+        }
       }
     }
     UNROLL for (int r = 0; r < R; r++) {
@@ -262,8 +267,7 @@ template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const
   // meanwhile the next keys come into the cache
   const int64_t lines = row ? 0 : (2 * w.key.row_bytes + 64 * blocks - 1) / (64 * blocks);
   for (int64_t b = 0; b < blocks; b++) {
-    const int64_t left = w.value.row_bytes - b * W::BLOCK * B / 8;
-    const bool whole = left > 16 && W::BLOCK * B / 8 > 16;
+    const bool whole = w.value.row_bytes - b * W::BLOCK_BYTES > 16;
     const uint8_t* ahead = t.next_k + b * lines * 64 * ((t.n + 1) / 2);
     if constexpr (W::PARTS == 2 || R <= 5) {
       add_block<B, R, 0, W::PARTS>(w, table, t, row, b, whole, ahead, lines);
