@@ -99,7 +99,7 @@ template <int B> struct Table {
 template <int B> void prepare_keys(Work& w) {
   typedef Width<B> W;
   static constexpr Bytes order = W::key_order();
-  fix_queries<4>(w, order.b, W::CODES, round_up(w.dk, W::CODES));
+  fix_queries<4, 8>(w, order.b, W::CODES, round_up(w.dk, W::CODES));
 }
 
 INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 tokens

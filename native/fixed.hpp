@@ -25,9 +25,9 @@ INLINE void store_int16(int16_t* to, vf x) {  // rounded
 }
 
 // Place i of a query gets coordinate order[i % codes] of its codes; places with equal (i % 8) / 2 are added up in one
-// int32. A block of up to 8 rows is [places / 8][rows of the block][COPIES][8]: instructions that repeat 16 bytes of
+// int32. A block of up to BLOCK rows is [places / 8][rows of the block][COPIES][8]: instructions that repeat 16 bytes of
 // memory cost more than the memory.
-template <int COPIES> inline void fix_queries(Work& w, const uint8_t* order, int64_t codes, int64_t places) {
+template <int COPIES, int BLOCK> inline void fix_queries(Work& w, const uint8_t* order, int64_t codes, int64_t places) {
   const float room = INT_LIMIT / float(most_level(w.key)) - float(places) / 8 - 2;
   alignas(64) float x[MAX_CODED_DIM];
   alignas(64) int16_t y[MAX_CODED_DIM];
@@ -52,7 +52,7 @@ template <int COPIES> inline void fix_queries(Work& w, const uint8_t* order, int
     if (!all_finite(check) || !(factor < 3e38f)) factor = 0;
     w.q_unit[r] = !all_finite(check) ? NAN : factor > 0 ? w.key.unit / factor : 0;
     for (int64_t i = 0; i < places; i += VL) store_int16(y + i, load<vf>(x + i) * factor);
-    const int64_t block = r / 8 * 8, rows = w.rows - block < 8 ? w.rows - block : 8;
+    const int64_t block = r / BLOCK * BLOCK, rows = w.rows - block < BLOCK ? w.rows - block : BLOCK;
     int16_t* to = w.q16 + (block * places + (r - block) * 8) * COPIES;
     for (int64_t i = 0; i < places; i += 8)
       for (int c = 0; c < COPIES; c++) memcpy(to + i * rows * COPIES + 8 * c, y + i, 16);

@@ -6,11 +6,9 @@
 #include "simd.hpp"
 #include "attend.hpp"
 #include "encode.hpp"
+#include "fast_avx2.hpp"
 
 namespace {
-const KeyKernel* fast_key(const Codec&) { return nullptr; }
-const ValueKernel* fast_value(const Codec&) { return nullptr; }
-
 bool supported() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
