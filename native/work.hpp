@@ -115,6 +115,12 @@ INLINE void load_scales(const Codec& c, const uint8_t* from, bool missing, int n
   else load_floats(from, c.dtype, n, out);
 }
 
+// Brings the scales of a tile into the cache one tile ahead: they lie apart from its codes.
+INLINE void prefetch_scales(const Work& w, const Run& run) {
+  for (int64_t i = 0; i < TILE * w.key.scale_bytes; i += 64) __builtin_prefetch(run.k_scale + i);
+  for (int64_t i = 0; i < TILE * w.value.scale_bytes; i += 64) __builtin_prefetch(run.v_scale + i);
+}
+
 // The next tile from `pos` on, at most `left` tokens. Small pages are copied together; a missing page reads as damaged.
 inline void fetch(Work& w, Tile& t, int64_t pos, int64_t left) {
   const int64_t limit = left < TILE ? left : TILE;
@@ -126,7 +132,15 @@ inline void fetch(Work& w, Tile& t, int64_t pos, int64_t left) {
     t.n = int(run.left < limit ? run.left : limit), t.k = run.k, t.v = run.v;
     load_scales(w.key, run.k_scale, false, t.n, t.ks);
     load_scales(w.value, run.v_scale, false, t.n, t.vs);
-    t.next_k = t.n < run.left ? run.k + t.n * t.k_stride : left > t.n ? locate(w, pos + t.n).k : run.k;
+    t.next_k = run.k;
+    if (left > t.n) {
+      const int64_t n = t.n;
+      if (n < run.left)
+        run = {run.k + n * t.k_stride, run.v, run.k_scale + n * w.key.scale_bytes, run.v_scale + n * w.value.scale_bytes, 0};
+      else
+        run = locate(w, pos + n);
+      if (run.k) t.next_k = run.k, prefetch_scales(w, run);
+    }
     return;
   }
   int64_t n = 0;
