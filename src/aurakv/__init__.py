@@ -5,6 +5,7 @@ from .backends import why_not
 from .cache import Exact, KVCache
 from .codec import Codec, Codes, Format
 from .errors import AuraError, BackendError, CapacityError, FileError, InputError
+from .files import load, save
 from .ops import append, append_codes, attend, attend_dense, attend_workspace, decode, encode, scores, values
 from .pages import Pages
 from .partial import Partial, merge, sink
@@ -35,7 +36,9 @@ __all__ = [
     "attend_workspace",
     "decode",
     "encode",
+    "load",
     "merge",
+    "save",
     "scores",
     "sink",
     "values",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, ops
+from . import backends, checks, ops
 from .checks import Starts
 from .codec import Codec, Codes, Format
 from .errors import InputError
@@ -37,6 +37,8 @@ class KVCache:
         self._table, self.backend = table, backend
         self.exact = exact or Exact()
         self._exact_table = self._make_exact_table()
+        for made in self._tables if backend is not None else []:  # now, not after an append has taken pages
+            backends.select(backend, made.pool.format, made.pool.device)
 
     @classmethod
     def contiguous(
@@ -254,8 +256,8 @@ class KVCache:
     def reserve(self, tokens: int | Sequence[int]) -> None:
         """Make room for this many more tokens in every sequence (or in each its own), so that no append has to."""
         new = [tokens] * self.seqs if isinstance(tokens, int) else list(tokens)
-        if len(new) != self.seqs or any(n < 0 for n in new):
-            raise InputError(f"reserve needs {self.seqs} counts of at least 0, got {new}")
+        if len(new) != self.seqs or not all(isinstance(n, int) and n >= 0 for n in new):
+            raise InputError(f"reserve needs {self.seqs} whole numbers of at least 0, got {new}")
         bounds = [0]
         for n in new:
             bounds.append(bounds[-1] + n)
@@ -264,9 +266,9 @@ class KVCache:
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
-        self._refresh()
+        self.sync()
         self._table.check_seq(seq)
-        if not 0 <= length <= self._table.lengths[seq]:
+        if not (isinstance(length, int) and 0 <= length <= self._table.lengths[seq]):
             raise InputError(f"sequence {seq} can be truncated to 0 … {self._table.lengths[seq]} tokens, got {length}")
         for table in self._tables:
             table.check_rollback(seq, length)
@@ -288,13 +290,20 @@ class KVCache:
         chosen = index.tolist() if isinstance(index, Tensor) else list(index)
         for seq in chosen:
             self._table.check_seq(seq)
-        self._refresh()
+        self.sync()
         for table in self._tables:
             table.reorder(chosen)
 
     def sync(self) -> None:
         """Read the lengths from the device, after a captured graph or compiled function appended to `pages`."""
         self._table.sync()
+        exact = self._exact_table
+        if exact is not None and exact.lengths != self._table.lengths:
+            self._table.lengths = list(exact.lengths)
+            self._table.publish()
+            raise InputError(
+                "this cache keeps exact tokens, so tokens appended to its pages directly were dropped: use append"
+            )
 
     # inside
 
@@ -303,7 +312,7 @@ class KVCache:
         return [self._table] if self._exact_table is None else [self._table, self._exact_table]
 
     def _refresh(self) -> None:
-        """On the CPU the lengths can be read at any time; on a GPU the host's copy stands until sync()."""
+        """On the CPU the lengths can be read at any time; on a GPU, appending and attending must not wait for them."""
         if self.pool.device.type == "cpu":
             self.sync()
 
@@ -320,6 +329,8 @@ class KVCache:
                 f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
                 f" got a window of {scoring.window} and {scoring.sinks} sinks"
             )
+        if kept is not None and not scoring.causal:
+            raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
         if scoring.first or scoring.recent or scoring.exact:
             raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
         return dataclasses.replace(scoring, first=self.exact.first, recent=self.exact.recent)
@@ -338,7 +349,7 @@ class KVCache:
                 raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
             for table, window in zip(self._tables, windows, strict=False):
                 oldest = max(0, length - queries - (window or 0) + 1)
-                if table.kept is not None and queries and window and oldest < table.highest[seq] - table.pages.wrap:
+                if table.kept is not None and queries and window and oldest < table.oldest(seq):
                     raise InputError(
                         f"{queries} queries of sequence {seq} reach back to position {oldest}, which is no longer held:"
                         f" attend with at most {table.kept.chunk} queries, or use step"
@@ -365,7 +376,7 @@ class KVCache:
         scoring, dtype = dataclasses.replace(call.scoring, exact=True), self.exact.dtype
         ends = self._table.lengths
         parts = (
-            self._attend_table(q, self._table, bounds, call),
+            self._attend_table(q, self._table, bounds, call._replace(sink_logits=None)),
             ops.attend(q, exact.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend),
             ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
         )

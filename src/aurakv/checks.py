@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from .codec import Codec, Codes
 from .errors import InputError
 from .pages import Pages
+from .scoring import Scoring
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PRECISIONS = ("fast", "exact")
@@ -54,6 +56,19 @@ def new_tokens(k: Tensor, v: Tensor, pages: Pages) -> None:
             raise InputError(f"{name} must be [tokens, {pages.kv_heads}, {codec.dim}], got {list(x.shape)}")
     if k.shape[0] != v.shape[0]:
         raise InputError(f"k and v must have as many tokens as each other, got {k.shape[0]} and {v.shape[0]}")
+
+
+def reach(pages: Pages, scoring: Scoring) -> None:
+    """A ring holds a window and its pinned pages; what a scoring may see beyond them is overwritten."""
+    if not pages.ring:
+        return
+    back, front = (scoring.recent, scoring.first) if scoring.exact else (scoring.window, scoring.sinks)
+    pinned = pages.pinned * pages.page_size
+    if not scoring.causal or back is None or back > pages.wrap or front > pinned:
+        raise InputError(
+            f"this ring holds {pages.wrap} recent tokens and the first {pinned}, so its scoring must be causal with a"
+            f" window within them, got causal={scoring.causal}, window {back}, sinks {front}"
+        )
 
 
 def rows(name: str, codes: Codes, codec: Codec, ndim: int | None = None) -> None:
@@ -118,7 +133,7 @@ def bounds(name: str, given: Sequence[int] | None, seqs: int, tokens: int) -> li
                 f"{tokens} tokens for {seqs} sequences need {name}: sequence i owns rows {name}[i]:{name}[i+1]"
             )
         return list(range(seqs + 1))
-    rows = list(given)
+    rows = _integers(name, given, seqs + 1)
     rising = all(a <= b for a, b in itertools.pairwise(rows))
     if len(rows) != seqs + 1 or rows[0] != 0 or rows[-1] != tokens or not rising:
         raise InputError(f"{name} must rise from 0 to {tokens} tokens in {seqs + 1} numbers, got {rows}")
@@ -126,20 +141,27 @@ def bounds(name: str, given: Sequence[int] | None, seqs: int, tokens: int) -> li
 
 
 def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
-    """The position after the last query of each sequence; by default its length."""
+    """The position after the last query of each sequence; by default its length. On a GPU they are not read here."""
     if given is None:
         return lengths
-    tensor = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int32)
-    if tensor.shape != lengths.shape or tensor.dtype not in (torch.int32, torch.int64):
-        raise InputError(f"ends must be int32 or int64 [{lengths.shape[0]}], got {tensor.dtype} {list(tensor.shape)}")
-    return tensor.to(device=lengths.device, dtype=torch.int32)
+    seqs = lengths.shape[0]
+    if isinstance(given, Tensor):
+        if given.shape != lengths.shape or given.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"ends must be int32 or int64 [{seqs}], got {given.dtype} {list(given.shape)}")
+        if given.device.type != "cpu":
+            return given.to(device=lengths.device, dtype=torch.int32)
+        given = given.tolist()
+    positions = _integers("ends", given, seqs)
+    if len(positions) != seqs or not all(0 <= end < 2**31 for end in positions):
+        raise InputError(f"ends must be {seqs} numbers from 0 to 2^31 - 1, got {positions}")
+    return torch.tensor(positions, dtype=torch.int32, device=lengths.device)
 
 
 def options(precision: str, splits: int | None) -> None:
     if precision not in PRECISIONS:
         raise InputError(f"precision must be one of {list(PRECISIONS)}, got {precision!r}")
-    if splits is not None and splits < 1:
-        raise InputError(f"splits must be at least 1, got {splits}")
+    if splits is not None:
+        whole("splits", splits, 1)
 
 
 def workspace(given: Tensor | None, needed: int, device: torch.device) -> None:
@@ -150,6 +172,13 @@ def workspace(given: Tensor | None, needed: int, device: torch.device) -> None:
             f"workspace must be contiguous uint8 with at least {needed} bytes on {device},"
             f" got {given.dtype} with {given.numel()} on {given.device}"
         )
+
+
+def _integers(name: str, given: Sequence[int], count: int) -> list[int]:
+    try:
+        return [operator.index(number) for number in given]
+    except TypeError:
+        raise InputError(f"{name} must be {count} whole numbers, got {given}") from None
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,7 +44,8 @@ _MINIFLOAT_SCALE = 0.09141
 
 def float32(x: float) -> float:
     """x rounded to float32."""
-    return float(np.float32(x))
+    with np.errstate(over="ignore"):  # beyond the range is inf, which check_levels refuses
+        return float(np.float32(x))
 
 
 def mse(levels: Sequence[float]) -> float:
@@ -70,19 +71,23 @@ def table(name: str, bits: int) -> Levels:
     if name == "int8" and bits in _INT8:
         divisor, integers = _INT8[bits]
         return _mirror([i / divisor for i in integers])
-    if name == "cubic":
+    if name == "cubic" and bits in _CUBIC:
         a, b = _CUBIC[bits]
         steps = [i + 0.5 for i in range(2 ** (bits - 1))]
         return _mirror([a * x * (1 + b * x * x) for x in steps])
     if name == "minifloat" and bits == 4:
         return _mirror([_MINIFLOAT_SCALE * (_minifloat(n) - _minifloat(15 - n)) for n in range(8, 16)])
     if name in TABLES:
-        widths = [b for b in CODE_BITS if (b in _INT8 if name == "int8" else b == 4)]
-        raise InputError(f"level table {name!r} exists for {widths} bits, got {bits}")
+        raise InputError(f"level table {name!r} exists for {widths(name)} bits, got {bits}")
     raise InputError(f"level table must be one of {list(TABLES)} or a list of levels, got {name!r}")
 
 
 TABLES = ("lloyd-max", "int8", "cubic", "minifloat")
+
+
+def widths(name: str) -> list[int]:
+    """The widths for which a named table is defined."""
+    return list({"lloyd-max": CODE_BITS, "int8": _INT8, "cubic": _CUBIC, "minifloat": (4,)}[name])
 
 
 def check_levels(levels: Sequence[float], bits: int) -> Levels:

@@ -25,6 +25,8 @@ Side = Literal["key", "value"]
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SCALES = ("l2", "lsq")
+_NAME = r"k([1-9]\d*)(?:((?::[^:/]+)+)/|/?)v([1-9]\d*)((?::[^:/]+)*)"  # options of the key end with a slash
+_NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
 
 
 class Codes(NamedTuple):
@@ -48,7 +50,7 @@ class Codec:
     name: str = field(init=False, repr=False, compare=False)  # every option spelled out, whatever side it is on
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
+        if not isinstance(self.bits, int) or self.bits not in BITS:
             raise InputError(f"bits must be one of {list(BITS)}, got {self.bits}")
         if self.bits == 16:
             if not (isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM):
@@ -142,17 +144,19 @@ class Format:
 
         `dtype` is what 16-bit sides store unless the name says so.
         """
-        match = re.fullmatch(r"k(\d+)((?::[^:/]+)*)/?v(\d+)((?::[^:/]+)*)", name) if isinstance(name, str) else None
+        match = re.fullmatch(_NAME, name, re.ASCII) if isinstance(name, str) else None
         if match is None:
             raise InputError(
                 f"a format name is k<bits>v<bits> with bits in {list(BITS)}, and options as in k4:lsq/v4:f32,"
                 f" got {name!r}"
             )
-        key_dim, value_dim = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+        dims = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+        if not (isinstance(dims, tuple) and len(dims) == 2):
+            raise InputError(f"head_dim must be a whole number or a pair (key dim, value dim), got {head_dim!r}")
         key_bits, key_options, value_bits, value_options = match.groups()
         return cls(
-            _parse_side("key", key_dim, int(key_bits), key_options.split(":")[1:], dtype),
-            _parse_side("value", value_dim, int(value_bits), value_options.split(":")[1:], dtype),
+            _parse_side("key", dims[0], int(key_bits), (key_options or "").split(":")[1:], dtype),
+            _parse_side("value", dims[1], int(value_bits), value_options.split(":")[1:], dtype),
         )
 
     def __str__(self) -> str:
@@ -160,7 +164,10 @@ class Format:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token of one KV head: codes and scales of key and value."""
+        """Bytes of one token of one KV head: codes and scales of key and value.
+
+        Pages of a multiple of 8 tokens hold exactly this; others pad each of their four parts to 16 bytes.
+        """
         return self.key.bytes_per_vector + self.value.bytes_per_vector
 
     @property
@@ -262,7 +269,7 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
 
 
 def _parse_levels(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(x) for x in text[1:-1].split(","))
-    except ValueError:
-        raise InputError(f"levels must be numbers separated by commas, got {text!r}") from None
+    numbers = text[1:-1].split(",")
+    if not all(re.fullmatch(_NUMBER, x, re.ASCII) for x in numbers):
+        raise InputError(f"levels must be decimal numbers separated by commas, got {text!r}")
+    return tuple(float(x) for x in numbers)

@@ -50,7 +50,7 @@ def _decode(
     backend: str | None,
 ) -> Tensor:
     parsed = parse_codec(codec, dim)
-    return ops.decode(Codes(data, scale), parsed, offset, rotated=rotated, dtype=dtype, backend=backend).clone()
+    return ops.decode(Codes(data, scale), parsed, offset, rotated=rotated, dtype=dtype, backend=backend)
 
 
 @_decode.register_fake
@@ -101,7 +101,7 @@ def _values(
     offset: Tensor | None,
     codec: str,
     dim: int,
-    threshold: float,
+    threshold: float | None,
     backend: str | None,
 ) -> Tensor:
     parsed = parse_codec(codec, dim)
@@ -116,14 +116,14 @@ def _(
     offset: Tensor | None,
     codec: str,
     dim: int,
-    threshold: float,
+    threshold: float | None,
     backend: str | None,
 ) -> Tensor:
     return weights.new_empty((*weights.shape[:2], dim))
 
 
 def values(
-    weights: Tensor, stored: Codes, codec: Codec, offset: Tensor | None, threshold: float, backend: str | None
+    weights: Tensor, stored: Codes, codec: Codec, offset: Tensor | None, threshold: float | None, backend: str | None
 ) -> Tensor:
     result: Tensor = torch.ops.aurakv.values(weights, *stored, offset, codec.name, codec.dim, threshold, backend)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -70,12 +71,12 @@ def values(
     codec: Codec,
     offset: Tensor | None = None,
     *,
-    threshold: float = 0.0,
+    threshold: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Σ w·v̂ of weights [tokens, heads, n] with n stored values [n, kv_heads]: [tokens, heads, dim].
 
-    Weights below the threshold are dropped, NaN weights never; nothing is renormalised.
+    Weights below a threshold are dropped, NaN weights never; nothing is renormalised.
     """
     if torch.compiler.is_compiling():
         from . import library
@@ -89,10 +90,11 @@ def values(
             f"weights must be [tokens, heads, {n}] with heads a multiple of {kv_heads} KV heads,"
             f" got {list(weights.shape)}"
         )
-    if not 0 <= threshold < 1:
+    if threshold is not None and not 0 <= threshold < 1:
         raise InputError(f"threshold must be at least 0 and below 1, got {threshold}")
     check_offset("offset", offset, codec, kv_heads, weights.device)
-    return backends.select(backend, None, weights.device).values(weights, stored, codec, offset, threshold)
+    lowest = -math.inf if threshold is None else threshold
+    return backends.select(backend, None, weights.device).values(weights, stored, codec, offset, lowest)
 
 
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts = None, *, backend: str | None = None) -> None:
@@ -145,6 +147,7 @@ def attend(
 
         return library.attend(q, pages, starts, scoring, ends, sink_logits, splits, precision, workspace, backend)
     pages.check()
+    checks.reach(pages, scoring)
     device = pages.data.device
     checks.queries(q, pages.kv_heads, pages.format.key.dim, device)
     checks.logits(sink_logits, q.shape[1], device)

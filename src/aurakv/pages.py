@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Pages:
     pinned: int = 0  # leading table entries that never wrap
     key_offset: Tensor | None = None  # [kv_heads, dim] float32, subtracted before rotation
     value_offset: Tensor | None = None
+    trusted: bool = field(default=False, init=False, compare=False)  # a cache's own, right by construction
 
     @property
     def kv_heads(self) -> int:
@@ -68,10 +69,15 @@ class Pages:
         return gather(self.key_parts()), gather(self.value_parts())
 
     def check(self) -> None:
-        """Refuse a description that does not fit its tensors. Reads no device memory; done once per object."""
+        """Refuse a description that does not fit its tensors, or, on the CPU, contents that are out of range.
+
+        A `trusted` description comes from a cache that looks after its contents. On a GPU contents are not read.
+        """
         if not self.__dict__.get("_checked"):
             self._check()
             object.__setattr__(self, "_checked", True)
+        if not self.trusted and self.data.device.type == "cpu":
+            self.check_values()
 
     def _check(self) -> None:
         layout = self.format.layout(self.page_size) if self.page_size > 0 else None
@@ -107,21 +113,24 @@ class Pages:
 
     def check_values(self) -> None:
         """Refuse tables, lengths and offsets whose contents are out of range. Waits for the device."""
-        lengths = self.lengths.tolist()
-        capacity = self.table.shape[1] * self.page_size
-        for seq, length in enumerate(lengths):
-            if length < 0 or (length > capacity and not self.ring):
-                raise InputError(f"length of sequence {seq} must be from 0 to {capacity}, got {length}")
-            pages = self.table[seq, : -(-length // self.page_size)]
-            if len(pages) and (int(pages.min()) < 0 or int(pages.max()) >= self.data.shape[0]):
-                raise InputError(f"the table of sequence {seq} names pages outside 0 … {self.data.shape[0] - 1}")
-        if int(self.table.numel()) and (int(self.table.min()) < -1 or int(self.table.max()) >= self.data.shape[0]):
-            raise InputError(f"table entries must be from -1 to {self.data.shape[0] - 1}")
+        width, size = self.table.shape[1] if self.seqs else 0, self.page_size
+        bad = (self.lengths < 0) | (self.lengths > (2**31 - 1 if self.ring else width * size))
+        if bool(bad.any()):
+            seq = int(bad.int().argmax())
+            most = "2^31 - 1" if self.ring else width * size
+            raise InputError(f"length of sequence {seq} must be from 0 to {most}, got {int(self.lengths[seq])}")
+        used = torch.arange(width, device=self.table.device) < ((self.lengths.long() + (size - 1)) // size)[:, None]
+        lowest = torch.where(used, 0, -1)
+        bad = ((self.table[:, :width] < lowest) | (self.table[:, :width] >= self.data.shape[0])).any(1)
+        if bool(bad.any()):
+            seq = int(bad.int().argmax())
+            raise InputError(f"the table of sequence {seq} names pages outside 0 … {self.data.shape[0] - 1}")
         for name, offset in (("key_offset", self.key_offset), ("value_offset", self.value_offset)):
             if offset is not None and not bool(offset.isfinite().all()):
                 raise InputError(f"{name} must be finite")
 
 
+@torch.inference_mode(False)  # pages outlive the mode they are made in
 def allocate(format: Format, page_size: int, num_pages: int, kv_heads: int, device: torch.device) -> Tensor:
     """Uninitialised page data with spare bytes behind it."""
     size = format.layout(page_size).bytes
@@ -164,5 +173,7 @@ def check_offset(name: str, offset: Tensor | None, codec: Codec, kv_heads: int, 
             f"{name} must be contiguous float32 [{kv_heads}, {codec.dim}] (KV heads, dim),"
             f" got {offset.dtype} {list(offset.shape)}"
         )
+    if offset.requires_grad:
+        raise InputError(f"{name} requires grad and aurakv computes no gradients: detach it")
     if offset.device != device:
         raise InputError(f"{name} must be on {device} like the data, got {offset.device}")

@@ -34,7 +34,7 @@ def merge(*parts: Partial) -> Partial:
     lse = torch.stack([part.lse for part in parts])
     out = torch.stack([part.out for part in parts]).to(lse.dtype)
     total = lse.logsumexp(0)
-    weight = torch.where(torch.isposinf(total), torch.isposinf(lse).to(lse.dtype), torch.exp(lse - total))
+    weight = torch.where(torch.isposinf(total), torch.isposinf(lse).to(lse.dtype), lse.softmax(0))
     empty = torch.isneginf(lse)
     merged = (weight.masked_fill(empty, 0)[..., None] * out.masked_fill(empty[..., None], 0)).sum(0)
     return Partial(merged.to(first.out.dtype), total)

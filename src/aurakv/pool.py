@@ -41,6 +41,9 @@ class PagePool:
         device = torch.empty(0, device=device).device  # with its index
         check_offset("key_offset", key_offset, format.key, kv_heads, device)
         check_offset("value_offset", value_offset, format.value, kv_heads, device)
+        for name, offset in (("key_offset", key_offset), ("value_offset", value_offset)):
+            if offset is not None and not bool(offset.isfinite().all()):
+                raise InputError(f"{name} must be finite")
         self.format, self.page_size, self.growable = format, page_size, growable
         self.key_offset, self.value_offset = key_offset, value_offset
         self.data = allocate(format, page_size, num_pages, kv_heads, device)
@@ -102,6 +105,11 @@ class PagePool:
         self.data[fresh] = self.data[page]
         self.release([page])
         return fresh
+
+    def restore(self, data: Tensor, page_size: int, references: list[int]) -> None:
+        """Become a pool with these pages, each named by so many table entries (a cache from a file)."""
+        self.data, self.page_size, self._references = data, page_size, references
+        self._free = [page for page in range(len(references) - 1, -1, -1) if not references[page]]
 
     def resize_pages(self, page_size: int) -> None:
         """Give every page room for more tokens (contiguous caches: a page is a sequence)."""

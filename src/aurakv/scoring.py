@@ -28,13 +28,13 @@ class Scoring:
     def __post_init__(self) -> None:
         if self.scale is not None and not math.isfinite(self.scale):
             raise InputError(f"scale must be a finite number, got {self.scale}")
-        if self.window is not None and self.window <= 0:
-            raise InputError(f"window must be positive, got {self.window}")
+        if self.window is not None and not (type(self.window) is int and self.window > 0):
+            raise InputError(f"window must be a positive whole number, got {self.window}")
         if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
             raise InputError(f"softcap must be positive and finite, got {self.softcap}")
         for name in ("sinks", "first", "recent"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not (type(getattr(self, name)) is int and getattr(self, name) >= 0):
+                raise InputError(f"{name} must be a whole number of at least 0, got {getattr(self, name)}")
         if not 0 <= self.threshold < 1:
             raise InputError(f"threshold must be at least 0 and below 1, got {self.threshold}")
 
@@ -55,7 +55,7 @@ class Scoring:
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def spans(self, lowest: int, highest: int, length: int) -> list[range]:
-        """Disjoint ascending ranges of key positions below `length` that hold every key that queries at positions
+        """Disjoint ranges of key positions below `length` that hold every key that queries at positions
         lowest … highest see; what lies outside is never read."""
         stop = min(length, highest + 1) if self.causal else length
         if self.window is None:

@@ -13,6 +13,7 @@ from .errors import CapacityError, InputError
 from .pages import Pages
 from .pool import PagePool
 
+MAX_LENGTH = 2**31 - 1  # lengths are int32, also those of a ring that holds only the last tokens
 GROWTH = 8  # a full contiguous cache grows by 1/8, so a token is copied about 8 times however long the sequence gets
 
 
@@ -41,6 +42,8 @@ class Table:
         self.pool, self.kept = pool, kept
         self.max_width = max_width if kept is None else kept.width(pool.page_size)
         self.pinned = 0 if kept is None else -(-kept.sinks // pool.page_size)
+        if kept is not None and kept.width(pool.page_size) * pool.page_size > MAX_LENGTH:
+            raise InputError(f"a ring keeps at most {MAX_LENGTH} tokens of a sequence, got {kept}")
         self.rows = [
             [-1] * (self.max_width or 1) for _ in range(seqs)
         ]  # page of each entry, −1 where there is none yet
@@ -73,16 +76,24 @@ class Table:
 
     def positions(self, seq: int) -> Tensor:
         """The positions that are still held: in a ring the sinks and the most recent ones."""
-        position = torch.arange(self.lengths[seq], device=self.pool.device)
+        length, device = self.lengths[seq], self.pool.device
         if self.kept is None:
-            return position
-        held = position >= self.highest[seq] - self.pages.wrap
-        return position[held | (position < self.pinned * self.pool.page_size)]
+            return torch.arange(length, device=device)
+        pinned = min(length, self.pinned * self.pool.page_size)
+        oldest = min(length, max(pinned, self.highest[seq] - self.pages.wrap))
+        return torch.cat([torch.arange(pinned, device=device), torch.arange(oldest, length, device=device)])
+
+    def oldest(self, seq: int) -> int:
+        """The position from which on a sequence of a ring holds everything."""
+        overwritten = self.highest[seq] - self.pages.wrap
+        return overwritten if overwritten > self.pinned * self.pool.page_size else 0
 
     def make_room(self, bounds: list[int]) -> None:
         """Pages of their own for all tokens about to be written; refuses with nothing changed if there are too few."""
         totals = [length + b - a for length, a, b in zip(self.lengths, bounds, bounds[1:], strict=False)]
         longest = max(totals, default=0)
+        if longest > MAX_LENGTH:
+            raise CapacityError(f"a sequence has at most {MAX_LENGTH} tokens, got {longest}")
         size = self.pool.page_size
         if self.contiguous and longest > size:
             self.pool.resize_pages(round_up(max(longest, size + size // GROWTH), 64))
@@ -112,7 +123,7 @@ class Table:
             elif self.pool.references(page) > 1:  # the last one to come keeps the original
                 self.rows[seq][entry] = self.pool.copy(page)
         if touched or self.pages.data is not self.pool.data:
-            self.publish()
+            self.publish(lengths_too=False)  # a graph on the device may be ahead of the host
 
     def advance(self, bounds: list[int]) -> None:
         """Follow on the host what an append did to the lengths on the device."""
@@ -120,12 +131,16 @@ class Table:
             self.lengths[seq] += b - a
             self.highest[seq] = max(self.highest[seq], self.lengths[seq])
 
+    def holds_window(self, length: int, highest: int) -> bool:
+        """Whether the next query of a sequence of this length, which once was longer, sees its whole window."""
+        if self.kept is None or length == 0:
+            return True
+        oldest = max(self.pinned * self.pool.page_size, length - self.kept.window + 1)
+        return oldest >= min(length, highest - self.pages.wrap)
+
     def check_rollback(self, seq: int, length: int) -> None:
         """After truncating, the next query must still see its whole window."""
-        if self.kept is None or length == 0:
-            return
-        oldest = max(self.pinned * self.pool.page_size, length - self.kept.window + 1)
-        if oldest < min(length, self.highest[seq] - self.pages.wrap):
+        if self.kept is not None and not self.holds_window(length, self.highest[seq]):
             raise CapacityError(
                 f"sequence {seq} has been {self.highest[seq]} tokens long and can be rolled back by"
                 f" {self.kept.rollback}, got a truncate to {length}"
@@ -137,9 +152,12 @@ class Table:
         self.pool.release(page for page in row[keep:] if page >= 0)
         row[keep:] = [-1] * (len(row) - keep)
         self.lengths[seq] = length
-        if length == 0:
-            self.highest[seq] = 0
+        self.highest[seq] = self.lowered(length, self.highest[seq])
         self.publish()
+
+    def lowered(self, length: int, highest: int) -> int:
+        """`highest` after truncating: where nothing is left in the ring, what comes next is held from there on."""
+        return length if length <= self.pinned * self.pool.page_size else min(highest, length + self.pages.wrap)
 
     def reorder(self, index: list[int]) -> None:
         rows = [list(self.rows[seq]) for seq in index]
@@ -152,18 +170,31 @@ class Table:
         self.highest = [self.highest[seq] for seq in index]
         self.publish()
 
-    def publish(self) -> None:
+    def restore(
+        self, data: Tensor, page_size: int, rows: list[list[int]], lengths: list[int], highest: list[int]
+    ) -> None:
+        """Become the table of other sequences in a pool of their own (a cache from a file, checked by the caller)."""
+        users = Counter(page for row in rows for page in row if page >= 0)
+        self.pool.restore(data, page_size, [users[page] for page in range(data.shape[0])])
+        self.rows, self.lengths, self.highest = rows, lengths, highest
+        self.publish()
+
+    @torch.inference_mode(False)  # what lives as long as the cache must not become an inference tensor
+    def publish(self, lengths_too: bool = True) -> None:
         """Put the host's table and lengths and the pool's data into `pages`; the same tensors where shapes allow."""
         pool, old = self.pool, self.__dict__.get("pages")
         width = len(self.rows[0]) if self.rows else (self.max_width or 1)
         table = torch.tensor(self.rows, dtype=torch.int32).view(len(self.rows), width)
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
         if old is not None and old.table.shape == table.shape:
             old.table.copy_(table)
-            old.lengths.copy_(lengths)
-            if old.data is pool.data:
-                return
-            table, lengths = old.table, old.lengths
+            table = old.table
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if old is not None and len(old.lengths) == len(lengths):
+            if lengths_too:
+                old.lengths.copy_(lengths)
+            lengths = old.lengths
+        if old is not None and old.data is pool.data and old.table is table and old.lengths is lengths:
+            return
         overflow = torch.zeros(1, dtype=torch.int32, device=pool.device) if old is None else old.overflow
         self.pages = Pages(
             pool.format,
@@ -177,6 +208,7 @@ class Table:
             pool.key_offset,
             pool.value_offset,
         )
+        object.__setattr__(self.pages, "trusted", True)
 
     def check_seq(self, seq: int) -> None:
         if not isinstance(seq, int) or not 0 <= seq < len(self.rows):

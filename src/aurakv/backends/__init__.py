@@ -20,6 +20,7 @@ class Backend(Protocol):
     """What a backend implements; `reference` states what each function computes."""
 
     name: str
+    fast_error: float  # largest error of attend with precision="fast", relative to the norm of the values; 0: exact
 
     def why_not(self, format: Format | None, device: torch.device) -> str | None: ...
     def workspace_bytes(self, pages: Pages, tokens: int, heads: int, splits: int | None) -> int: ...
@@ -80,6 +81,11 @@ def register(backend: Backend) -> None:
 def why_not(backend: str, format: Format | None = None, device: torch.device | str = "cpu") -> str | None:
     """None if the backend can run this format on this device, else one sentence that says why not."""
     return _load(backend).why_not(format, torch.device(device))
+
+
+def fast_error(backend: str) -> float:
+    """The error that this backend states for precision="fast", relative to the norm of the values."""
+    return _load(backend).fast_error
 
 
 def select(backend: str | None, format: Format | None, device: torch.device) -> Backend:

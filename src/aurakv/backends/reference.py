@@ -19,6 +19,7 @@ from ..partial import Partial, merge, sink
 from ..scoring import Scoring
 
 name = "reference"
+fast_error = 0.0
 
 KEY_BLOCK = 1024
 QUERY_BLOCK = 256
@@ -59,7 +60,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
 def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
     """x̂, or R x̂ when rotated: [..., kv_heads, dim]."""
     if codes.scale is None:
-        return codes.data.contiguous().view(codec.dtype).to(dtype)
+        return codes.data.contiguous().view(codec.dtype).to(dtype, copy=True)
     work = torch.float64 if dtype == torch.float64 else torch.float32
     levels = codec.level_tensor(work, codes.data.device)
     y = levels[unpack(codes.data, codec.bits)] * codes.scale.to(work)[..., None]
@@ -81,10 +82,9 @@ def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, t
     """Σ w·v̂ over the weights [tokens, heads, n] that are not below the threshold: [tokens, heads, dim]."""
     work = _compute_dtype(weights)
     stored = decode(codes, codec, offset, rotated=True, dtype=work)
-    kept = weights.to(work).masked_fill(weights < threshold, 0)  # NaN is not below
-    grouped = _group(kept, stored.shape[1])
-    seen = ~(weights < threshold) if threshold > 0 else torch.ones_like(weights, dtype=torch.bool)
-    out = _weighted_sum(grouped, stored, _group(seen, stored.shape[1]))
+    below = weights < threshold  # never true of NaN
+    kept = _group(weights.to(work).masked_fill(below, 0), stored.shape[1])
+    out = _weighted_sum(kept, stored, _group(~below, stored.shape[1]))
     return codec.unrotate(out).flatten(1, 2).to(weights.dtype)
 
 

@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from aurakv import backends
+
+torch.set_num_threads(1)  # the cases are small, and several test processes share the cores
+
+
+def pytest_addoption(parser):
+    parser.addoption("--backend", action="append", help="run conformance on this backend only (may repeat)")
+
+
+def pytest_generate_tests(metafunc):
+    """`backend` takes every backend that runs on this machine, with the device it runs on."""
+    if "backend" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--backend") or [
+            name for name in backends.names() if not name.startswith("broken") and _device(name)
+        ]
+        metafunc.parametrize("backend", chosen)
+
+
+def _device(name: str) -> str | None:
+    devices = ["cuda"] if torch.cuda.is_available() else []
+    return next((d for d in (*devices, "cpu") if backends.why_not(name, None, d) is None), None)
+
+
+@pytest.fixture
+def device(backend):
+    found = _device(backend)
+    if found is None:
+        pytest.skip(f"{backend}: {backends.why_not(backend)}")
+    return found

@@ -1,0 +1,202 @@
+"""The documents are true: their Python runs, and docs/format.md alone is enough to read what the library writes."""
+
+import hashlib
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+
+import aurakv
+from aurakv import codebook, rotation
+from aurakv.errors import InputError
+from aurakv.packing import pack
+
+ROOT = Path(__file__).parent.parent
+FORMAT = ROOT / "docs" / "format.md"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CPU = torch.device("cpu")
+
+
+def fences(path):
+    """(info string, text, line) of each fenced block."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [(block[1], block[2], text[: block.start(2)].count("\n")) for block in blocks]
+
+
+def execute(path):
+    """Run the runnable blocks of a document in order, as one program; what it defined."""
+    names = {"__name__": path.stem}
+    for info, code, line in fences(path):
+        if info == "python runnable":
+            exec(compile("\n" * line + code, str(path), "exec"), names)  # errors name the line of the document
+    return names
+
+
+def table(path, *header):
+    """The rows of the Markdown table with this header, without back quotes."""
+    lines = iter(path.read_text(encoding="utf-8").splitlines())
+    wanted = "| " + " | ".join(header) + " |"
+    assert any(line == wanted for line in lines), f"{path.name} has no table {wanted}"
+    next(lines)  # the rule
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return rows
+
+
+def example():
+    """The cache of the worked example, made by the library. Its padding is 0."""
+    names = execute(FORMAT)
+    pool = aurakv.PagePool(aurakv.Format.parse("k4v3", 16), num_pages=1, page_size=2, kv_heads=1)
+    pool.data.zero_()
+    cache = aurakv.KVCache.paged(pool, seqs=1)
+    k, v = (torch.tensor(names[name], dtype=torch.float32)[:, None] for name in ("keys", "values"))
+    cache.append(k, v, [0, 2])
+    return names, cache, k
+
+
+@pytest.fixture(scope="module")
+def document():
+    """What docs/format.md defines."""
+    return execute(FORMAT)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_in_documents_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    execute(path)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_in_documents_says_whether_it_runs(path):
+    for info, _, line in fences(path):
+        if info.split()[:1] == ["python"]:
+            allowed = ("python runnable", "python fragment")
+            assert info in allowed, f"{path.name}:{line}: a Python block is one of {allowed}, got {info!r}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_inside_the_repository_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}, which is not there"
+
+
+def test_signs(document):
+    for dim, seed in ((16, 0), (1024, 1), (80, 7), (576, 2**64 - 1)):
+        assert document["signs"](dim, seed) == rotation.signs(dim, seed)
+
+
+def test_hadamard_of_every_order(document):
+    listed = re.search(r"These are ([\d, \n]+) and (\d+)", FORMAT.read_text(encoding="utf-8"))
+    dims = [int(number) for number in re.findall(r"\d+", listed[0])]
+    assert dims == [dim for dim in range(1, 2000) if _rotates(dim)]
+    for dim in dims:
+        assert document["hadamard"](dim) == rotation.hadamard(dim).tolist()
+
+
+def _rotates(dim):
+    try:
+        rotation.base_order(dim)
+    except InputError:
+        return False
+    return True
+
+
+def test_level_tables(document):
+    existing = [(name, bits) for name in codebook.TABLES for bits in codebook.CODE_BITS if _exists(name, bits)]
+    rows = table(FORMAT, "table", "bits", "MSE", "SHA-256")
+    assert [(name, int(bits)) for name, bits, _, _ in rows] == existing
+    for name, bits, mse, digest in rows:
+        levels = codebook.table(name, int(bits))
+        assert f"{codebook.mse(levels):.6g}" == mse
+        assert hashlib.sha256(struct.pack(f"<{len(levels)}f", *levels)).hexdigest()[:16] == digest
+        if name != "lloyd-max":
+            assert document["levels"](name, int(bits)) == list(levels)
+    for bits, half in document["LLOYD_MAX"].items():
+        assert [codebook.float32(x) for x in half] == list(codebook.lloyd_max(bits)[2 ** (bits - 1) :])
+
+
+def _exists(name, bits):
+    try:
+        codebook.table(name, bits)
+    except InputError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("bits", codebook.CODE_BITS)
+def test_packing(document, bits):
+    codes = torch.randint(2**bits, (48,), generator=torch.Generator().manual_seed(bits))
+    assert document["unpack"](bytes(pack(codes, bits).tolist()), bits) == codes.tolist()
+
+
+def test_layout(document):
+    for name, dims, page_size in (("k4v4", (128, 128), 64), ("k3:f32/v16", (80, 64), 7), ("k16:f32/v5", (20, 48), 1)):
+        format = aurakv.Format.parse(name, dims)
+        sizes = (format.key.row_bytes, format.key.scale_bytes, format.value.row_bytes, format.value.scale_bytes)
+        assert document["layout"](page_size, *sizes) == list(format.layout(page_size))
+
+
+def test_names():
+    rows = table(FORMAT, "printed", "full")
+    assert rows
+    for printed, full in rows:
+        format = aurakv.Format.parse(full, 128)
+        assert (format.name, f"k{format.key.name}/v{format.value.name}") == (printed, full)
+        assert aurakv.Format.parse(printed, 128) == format
+
+
+def test_worked_example_bytes():
+    names, cache, k = example()
+    assert bytes(cache.pool.data.flatten().tolist()) == names["page"]
+    key = cache.format.key
+    assert key.rotate(k[0, 0]).tolist() == names["y"]
+    levels = key.level_tensor(torch.float64, CPU)[names["codes"]]
+    exact = torch.tensor(names["y"], dtype=torch.float64).norm() / levels.norm()
+    prose = " ".join(FORMAT.read_text(encoding="utf-8").split())
+    assert f"levels[codes]‖ = {exact:.6f}`, in float16 {names['key_scales'][0]}," in prose
+
+
+def test_worked_example_decodes():
+    names, cache, _ = example()
+    for ours, theirs in zip(cache.decode(0, torch.float64), ("decoded_keys", "decoded_values"), strict=True):
+        torch.testing.assert_close(ours[:, 0], torch.tensor(names[theirs], dtype=torch.float64))
+
+
+def test_worked_example_in_a_file(tmp_path):
+    _, cache, _ = example()
+    aurakv.save(cache, tmp_path / "cache.safetensors")
+    with safetensors.safe_open(tmp_path / "cache.safetensors", "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    (manifest,) = (json.loads(text) for info, text, _ in fences(FORMAT) if info == "json manifest")
+    assert {name: json.loads(text) for name, text in metadata.items()} == {"aurakv": manifest}
+    assert torch.equal(tensors.pop("pages"), cache.pool.data)
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"lengths": [2], "table": [[0]]}
+    fields = {name: value for name, value in manifest.items() if name != "checksum"}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    assert hashlib.sha256(text.encode()).hexdigest() == manifest["checksum"]
+    documented = [name for cell, _ in table(FORMAT, "field", "meaning") for name in re.findall(r"\w+", cell)]
+    assert set(manifest) <= set(documented)
+    assert set(documented) - set(manifest) == {"window", "sinks", "chunk", "rollback"}
+
+
+def test_every_tensor_and_field_of_a_file_is_documented(tmp_path):
+    offsets = {"key_offset": torch.ones(1, 16), "value_offset": torch.ones(1, 16)}
+    format = aurakv.Format.parse("k4v3", 16)
+    ring = aurakv.KVCache.ring(format, 1, 1, window=4, sinks=1, exact=aurakv.Exact(2, 3), **offsets)
+    ring.append(torch.ones(9, 1, 16), torch.ones(9, 1, 16), [0, 9])
+    aurakv.save(ring, tmp_path / "ring.safetensors")
+    with safetensors.safe_open(tmp_path / "ring.safetensors", "pt") as file:
+        tensors, manifest = set(file.keys()), json.loads(file.metadata()["aurakv"])
+    rows = table(FORMAT, "tensor", "dtype, shape", "contents")
+    assert tensors == {name for row in rows for name in re.findall(r"\w+", row[0])}
+    rows = table(FORMAT, "field", "meaning")
+    assert {*manifest, "max_width"} == {name for row in rows for name in re.findall(r"\w+", row[0])}
