@@ -36,10 +36,10 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
   for (int b = 0; b < bad_count; b++)
     for (int64_t i = 0; i < spans; i++) w.bad_value[r] |= begin[i] <= bad[b] && bad[b] < end[i];
   if (w.a.softcap > 0) {
-    const float cap = float(w.a.softcap), inverse = 1 / cap;
+    const float cap = float(w.a.softcap);
     for (int i = 0; i < full; i += VL) {
       const vf x = load<vf>(s + i);  // -inf marks what find_bad_scores took out
-      store(s + i, x > splat(-INFINITY) ? soft_cap(x, cap, inverse) * LOG2E : x);
+      store(s + i, x > splat(-INFINITY) ? soft_cap(x, cap) * LOG2E : x);
     }
   }
   if (!(spans == 1 && begin[0] == 0 && end[0] == full)) {  // hide what this row does not see

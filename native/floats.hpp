@@ -47,16 +47,21 @@ inline void decode_transposed(const Codec& c, const uint8_t* rows, int64_t strid
 // s[r][t] = (Σ_d q[r][d] · kt[d][t]) · ks[t] + shift[r] for R rows and 2·VL tokens
 template <int R> INLINE void score_block(const float* q, int64_t stride, const float* kt, int64_t dim, const float* ks,
                                          const float* shift, float* s) {
-  vf acc[R][2] = {};
-  for (int64_t d = 0; d < dim; d++) {
-    const vf k0 = load<vf>(kt + d * TILE), k1 = load<vf>(kt + d * TILE + VL);
-    for (int r = 0; r < R; r++) {
-      const float x = q[r * stride + d];
-      acc[r][0] += k0 * x, acc[r][1] += k1 * x;
+  vf total[R][2] = {};
+  for (int64_t from = 0; from < dim; from += 16) {  // sums of sums: fewer roundings on the way of each product
+    const int64_t to = dim - from < 16 ? dim : from + 16;
+    vf acc[R][2] = {};
+    for (int64_t d = from; d < to; d++) {
+      const vf k0 = load<vf>(kt + d * TILE), k1 = load<vf>(kt + d * TILE + VL);
+      for (int r = 0; r < R; r++) {
+        const float x = q[r * stride + d];
+        acc[r][0] += k0 * x, acc[r][1] += k1 * x;
+      }
     }
+    for (int r = 0; r < R; r++) total[r][0] += acc[r][0], total[r][1] += acc[r][1];
   }
   for (int r = 0; r < R; r++)
-    for (int i = 0; i < 2; i++) store(s + r * TILE + i * VL, acc[r][i] * load<vf>(ks + i * VL) + shift[r]);
+    for (int i = 0; i < 2; i++) store(s + r * TILE + i * VL, total[r][i] * load<vf>(ks + i * VL) + shift[r]);
 }
 
 inline void float_scores(Work& w, const Tile& t) {

@@ -89,10 +89,15 @@ INLINE vf exp2_neg(vf x) {
 }
 
 // c·tanh(s/c)
-INLINE vf soft_cap(vf s, float cap, float inverse) {
-  const vf x = s * inverse, e = exp2_neg(vabs(x) * (-2 * LOG2E));
-  const vf t = (1.f - e) / (1.f + e) * cap;
-  return (vf)(((vi)t & 0x7fffffff) | ((vi)s & (int32_t)0x80000000));
+INLINE vf soft_cap(vf s, float cap) {
+  const vf x = s / cap, a = vabs(x), e = exp2_neg(a * (-2 * LOG2E)), z = x * x;
+  const vf far = (vf)((vi)((1.f - e) / (1.f + e)) | ((vi)x & (int32_t)0x80000000));
+  vf p = splat(-5.70498872745e-3f);  // near 0 the quotient would lose digits
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  return (a < splat(0.625f) ? p * z * x + x : far) * cap;
 }
 
 INLINE float from_bits(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }

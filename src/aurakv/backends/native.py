@@ -25,6 +25,8 @@ from ..partial import Partial
 from ..rotation import base_order, hadamard, signs
 from ..scoring import Scoring
 
+FAST_ERROR = 2e-3  # bound of int16 arithmetic; portable kernels have float32 only
+
 _VERSION = 1  # AURA_VERSION of native/aura.h
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NAMES = {
@@ -167,6 +169,7 @@ class Native:
 
     def __init__(self, isa: str | None = None) -> None:
         self.name = "native" if isa is None else f"native-{isa}"
+        self.fast_error = 0.0 if isa == "generic" else FAST_ERROR
         self._wanted = isa
         self._index: int | str | None = None
 
