@@ -9,6 +9,14 @@ namespace {
 const KeyKernel* fast_key(const Codec& c);
 const ValueKernel* fast_value(const Codec& c);
 
+constexpr float SCORE_ERROR = 5e-4f;
+
+INLINE float largest_scale(const float* ks, int n) {
+  vf most = {};
+  for (int i = 0; i < n; i += VL) most = vmax(vabs(load<vf>(ks + i)), most);
+  return largest(most);
+}
+
 // Scores that are not finite, of tokens this row sees: they damage the row. Others are hidden later.
 inline void find_bad_scores(Work& w, int64_t r, const int64_t* begin, const int64_t* end, int64_t spans) {
   float* s = w.s + r * TILE;
@@ -84,7 +92,9 @@ inline void attend_tile(Work& w, Tile& t, const KeyKernel& keys, const ValueKern
   for (int i = 0; i < full; i += VL) check += load<vf>(t.vs + i) * 0.f;
   if (!all_finite(check))
     for (int i = 0; i < t.n; i++) if (!isfinite(t.vs[i])) bad[bad_count++] = i, t.vs[i] = 0;
-  keys.scores(w, t);
+  // Where rounding would show in the weights (large scores), the tile is scored in float32.
+  const bool coarse = w.score_error > 0 && w.score_error * largest_scale(t.ks, full) > SCORE_ERROR;
+  (coarse ? float_scores : keys.scores)(w, t);
   bool minor = true;
   for (int64_t r = 0; r < w.rows; r++) minor &= soften(w, r, t, bad, bad_count);
   if (minor) {

@@ -103,6 +103,28 @@ Plan plan(const Attend& a) {
   return p;
 }
 
+// A table on a grid becomes exact with small numbers, which leaves most room to queries and weights; others get the
+// multiple from low to high that rounds best.
+void fix_levels(const float* levels, int count, int low, int high, Codec::Fixed* to) {
+  double most = 0, best = 1e9;
+  for (int i = 0; i < count; i++) most = std::fmax(most, std::fabs(levels[i]));
+  auto error = [&](int m) {
+    double worst = 0;
+    for (int i = 0; i < count && worst < best; i++) {
+      const double x = levels[i] / most * m;
+      worst = std::fmax(worst, std::fabs(x - std::rint(x)) / m);
+    }
+    return worst;
+  };
+  int multiple = 1;
+  bool exact = most == 0;
+  for (int m = 1; m <= 1024 && !exact; m++) if (error(m) < 2e-7) multiple = m, exact = true;
+  for (int m = low; m <= high && !exact; m++) { const double e = error(m); if (e < best) best = e, multiple = m; }
+  to->unit = float(most / multiple), to->most = multiple, to->exact = exact;
+  for (int i = 0; i < 256; i++)
+    to->level[i] = most > 0 ? int16_t(std::rint(levels[i & (count - 1)] / most * multiple)) : 0;
+}
+
 int64_t floats_per_row(int64_t value_dim) { return value_dim + 4; }
 
 }  // namespace
@@ -127,16 +149,8 @@ EXPORT const Codec* aura_codec(const int64_t* numbers, const float* levels, cons
   for (int i = count; i < 256; i++) c->levels[i] = 0;
   std::memcpy(c->sign, sign, 4 * c->dim);
   std::memcpy(c->paley, paley, 4 * c->base * c->base);
-  // Levels as int16: the multiple that rounds best; tables on a grid become exact.
-  double most = 0, best = 1e9, multiple = 1;
-  for (int i = 0; i < count; i++) most = std::fmax(most, std::fabs(levels[i]));
-  for (int m = 8191; most > 0 && m >= 4096; m--) {
-    double error = 0;
-    for (int i = 0; i < count; i++) { const double x = levels[i] / most * m; error = std::fmax(error, std::fabs(x - std::rint(x)) / m); }
-    if (error < best * 0.99) best = error, multiple = m;
-  }
-  c->unit = float(most / multiple);
-  for (int i = 0; i < 256; i++) c->fixed[i] = most > 0 ? int16_t(std::rint(c->levels[i & (count - 1)] / most * multiple)) : 0;
+  fix_levels(c->levels, count, c->bits > 4 ? 24576 : 12288, c->bits > 4 ? 32767 : 16383, &c->keys);
+  fix_levels(c->levels, count, 10240, 14336, &c->values);
   return c;
 }
 

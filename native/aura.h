@@ -5,10 +5,11 @@
 
 namespace aura {
 
-constexpr int AURA_VERSION = 1;  // raise with every change of a structure below; backends/native.py has the same
+constexpr int AURA_VERSION = 2;  // raise with every change of a structure below; backends/native.py has the same
 constexpr int MAX_CODED_DIM = 1024;
 constexpr int ROWS = 64;          // query rows (query x head of a group) that share one pass over the keys
 constexpr int TILE = 64;          // tokens whose scores are held at once
+constexpr int KEY_SEGMENT = 32;   // codes of wide keys whose products are added up in int32
 constexpr int LANES = 16;         // vectors that are rotated together
 
 typedef void (*RangeFn)(int64_t begin, int64_t end, void* context);
@@ -25,8 +26,12 @@ struct Codec {
   float levels[256], bounds[256]; // bounds beyond 2^bits - 2 are +inf
   float sign[MAX_CODED_DIM];      // ±1/√dim
   float paley[36 * 36];
-  float unit;                     // level ≈ fixed · unit
-  int16_t fixed[256];
+  struct Fixed {                  // levels as int16: level ≈ level[code] · unit, |level| <= most
+    float unit;
+    int32_t most;
+    int64_t exact;
+    int16_t level[256];           // repeats after 2^bits
+  } keys, values;
 };
 
 struct Pages {

@@ -15,9 +15,9 @@ INLINE __m256i dp(__m256i acc, __m256i a, __m256i b) { return _mm256_add_epi32(a
 
 struct Planes {
   __m256i low, high;
-  explicit Planes(const Codec& c) {
+  explicit Planes(const Codec::Fixed& c) {
     uint8_t a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = uint8_t(c.fixed[i] & 255), b[i] = uint8_t(uint16_t(c.fixed[i]) >> 8);
+    for (int i = 0; i < 16; i++) a[i] = uint8_t(c.level[i] & 255), b[i] = uint8_t(uint16_t(c.level[i]) >> 8);
     low = _mm256_broadcastsi128_si256(load<__m128i>(a)), high = _mm256_broadcastsi128_si256(load<__m128i>(b));
   }
   // levels of the low (odd: high) nibbles, of the first and the last 8 bytes of each lane
@@ -31,7 +31,7 @@ struct Planes {
 void prepare_keys(Work& w) {
   uint8_t order[32];  // of 32 codes: even 0 … 14, even 16 … 30, odd 1 … 15, odd 17 … 31
   for (int i = 0; i < 32; i++) order[i] = uint8_t(i % 16 * 2 + i / 16);
-  fix_queries<2, BLOCK_ROWS>(w, order, 32, round_up(w.dk, 32));
+  fix_queries<2, BLOCK_ROWS>(w, order, 32, round_up(w.dk, 32), MAX_CODED_DIM);
 }
 
 // s of R rows with 8 tokens
@@ -95,7 +95,7 @@ template <int R> void score_rows(Work& w, const Tile& t, int64_t row, const Plan
   }
 
 void fast_scores(Work& w, const Tile& t) {
-  const Planes table(w.key);
+  const Planes table(w.key.keys);
   for (int64_t row = 0; row < w.rows; row += BLOCK_ROWS) {
     const int64_t rows = w.rows - row;
 #define CALL(R) score_rows<R>(w, t, row, table)
@@ -150,8 +150,8 @@ template <int R> void add_rows(Work& w, const Tile& t, int64_t row, const Planes
 }
 
 void fast_accumulate(Work& w, const Tile& t) {
-  const Planes table(w.value);
-  fix_weights(w, t, 8191);
+  const Planes table(w.value.values);
+  fix_weights(w, t);
   for (int64_t row = 0; row < w.rows; row += BLOCK_ROWS) {
     const int64_t rows = w.rows - row;
 #define CALL(R) add_rows<R>(w, t, row, table)

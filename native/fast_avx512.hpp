@@ -32,6 +32,7 @@ template <int B> struct Width {
   static constexpr int PER = B == 2 ? 8 : B <= 4 ? 4 : 2, CODES = 8 * PER, STEPS = PER, LOAD = CODES * B / 8;
   // values: BLOCK coordinates of 2 tokens are 16 pairs of windows
   static constexpr int PARTS = B <= 4 ? 4 : 2, BLOCK = 16 * PARTS, BLOCK_BYTES = BLOCK * B / 8;
+  static constexpr int SEGMENT = B <= 4 ? MAX_CODED_DIM : KEY_SEGMENT;
   static constexpr bool ALIGNED = B == 2 || B == 4;  // all windows are shifted alike
 
   static constexpr Bytes key_bytes() {
@@ -74,14 +75,14 @@ template <int B> struct Width {
 // The level table in registers.
 template <int B> struct Table {
   __m512i t[B == 8 ? 8 : B == 6 ? 2 : 1];
-  explicit Table(const Codec& c) {
+  explicit Table(const Codec::Fixed& c) {
     if (B == 8) {
       uint8_t lo[256], hi[256];
-      for (int i = 0; i < 256; i++) lo[i] = uint8_t(c.fixed[i] & 255), hi[i] = uint8_t(uint16_t(c.fixed[i]) >> 8);
+      for (int i = 0; i < 256; i++) lo[i] = uint8_t(c.level[i] & 255), hi[i] = uint8_t(uint16_t(c.level[i]) >> 8);
       for (int i = 0; i < 4; i++) t[i % 8] = load<__m512i>(lo + 64 * i), t[(i + 4) % (B == 8 ? 8 : 4)] = load<__m512i>(hi + 64 * i);
     } else {
-      t[0] = load<__m512i>(c.fixed);  // codes of fewer bits repeat: what lies above them in the index does not matter
-      if (B == 6) t[B == 6] = load<__m512i>(c.fixed + 32);
+      t[0] = load<__m512i>(c.level);  // codes of fewer bits repeat: what lies above them in the index does not matter
+      if (B == 6) t[B == 6] = load<__m512i>(c.level + 32);
     }
   }
   INLINE __m512i look_up(const Table& x, __m512i i) {
@@ -99,7 +100,7 @@ template <int B> struct Table {
 template <int B> void prepare_keys(Work& w) {
   typedef Width<B> W;
   static constexpr Bytes order = W::key_order();
-  fix_queries<4, 8>(w, order.b, W::CODES, round_up(w.dk, W::CODES));
+  fix_queries<4, 8>(w, order.b, W::CODES, round_up(w.dk, W::CODES), W::SEGMENT);
 }
 
 INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 tokens
@@ -118,6 +119,12 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
   __m512i acc[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
   for (int64_t l = 0; l < loads; l++) {
+    if (W::SEGMENT < MAX_CODED_DIM && l && l % (W::SEGMENT / W::CODES) == 0)  // to float32 before int32 could overflow
+      UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) {
+        const __m512 sum = _mm512_cvtepi32_ps(acc[r][n]);
+        out[r][at + n] = l == W::SEGMENT / W::CODES ? sum : _mm512_add_ps(out[r][at + n], sum);
+        acc[r][n] = _mm512_setzero_si512();
+      }
     for (int64_t i = 0; i < ahead_lines; i++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_NTA);
     __m512i z[N];
     UNROLL for (int n = 0; n < N; n++) {
@@ -144,7 +151,11 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
       }
     }
   }
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) out[r][at + n] = _mm512_cvtepi32_ps(acc[r][n]);
+  const bool first = W::SEGMENT == MAX_CODED_DIM || loads <= W::SEGMENT / W::CODES;
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) {
+    const __m512 sum = _mm512_cvtepi32_ps(acc[r][n]);
+    out[r][at + n] = first ? sum : _mm512_add_ps(out[r][at + n], sum);
+  }
 }
 
 // s of R rows with 16 tokens
@@ -198,7 +209,7 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, con
   }
 
 template <int B> void fast_scores(Work& w, const Tile& t) {
-  const Table<B> table(w.key);
+  const Table<B> table(w.key.keys);
   for (int64_t row = 0; row < w.rows; row += 8) {
     const int64_t rows = w.rows - row;
 #define CALL(R) score_rows<B, R>(w, t, row, table)
@@ -279,8 +290,8 @@ template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const
 }
 
 template <int B> void fast_accumulate(Work& w, const Tile& t) {
-  const Table<B> table(w.value);
-  fix_weights(w, t, 8191);
+  const Table<B> table(w.value.values);
+  fix_weights(w, t);
   for (int64_t row = 0; row < w.rows; row += 8) {
     const int64_t rows = w.rows - row;
 #define CALL(R) add_rows<B, R>(w, t, row, table)

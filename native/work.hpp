@@ -38,6 +38,7 @@ struct Work {
   alignas(64) vf sums[ROWS];
   float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS], q_unit[ROWS];
   float w_unit[ROWS], w_most[ROWS], w_sum[ROWS];  // of the weights of a tile: factor, largest, sum of magnitudes
+  float score_error = 0;  // expected rounding error of a score of a key of scale 1, in int16 arithmetic
   int64_t position[ROWS];
   bool bad_score[ROWS], bad_value[ROWS];
 

@@ -52,7 +52,11 @@ def strided(rng: random.Random, *shape: int) -> torch.Tensor:
 def random_pages(rng: random.Random) -> tuple[Pages, list[int]]:
     """Empty pages with a scrambled table, and how many tokens each sequence will get."""
     format = kv.Format(random_codec(rng, "key"), random_codec(rng, "value"))
-    page_size, kv_heads, seqs = rng.choice((1, 2, 3, 7, 16, 24, 32, 64, 100, 300)), rng.choice((1, 1, 2, 3)), rng.randint(1, 3)
+    page_size, kv_heads, seqs = (
+        rng.choice((1, 2, 3, 7, 16, 24, 32, 64, 100, 300)),
+        rng.choice((1, 1, 2, 3)),
+        rng.randint(1, 3),
+    )
     counts = [rng.choice((0, 1, 2, 5, 17, 40, 64, 130, 200)) for _ in range(seqs)]
     ring = rng.random() < 0.2
     width = rng.randint(2, 6) if ring else max(1, -(-max(counts) // page_size) + rng.randrange(2))
@@ -75,13 +79,16 @@ def random_scoring(rng: random.Random, pages: Pages) -> kv.Scoring:
     options: dict[str, object] = {}
     if pages.ring or rng.random() < 0.4:
         options["window"] = rng.randint(1, max(1, pages.wrap - pages.page_size) if pages.ring else 150)
-        options["sinks"] = rng.randrange(pages.pinned * pages.page_size + 1) if pages.ring else rng.choice((0, 0, 4, 30))
+        options["sinks"] = (
+            rng.randrange(pages.pinned * pages.page_size + 1) if pages.ring else rng.choice((0, 0, 4, 30))
+        )
     if not pages.ring and rng.random() < 0.15:
         options["causal"] = False
     if rng.random() < 0.3:
         options["softcap"] = rng.choice((0.5, 5.0, 50.0))
     if rng.random() < 0.3:
-        options |= {"first": rng.choice((0, 3, 20)), "recent": rng.choice((0, 1, 9)), "exact": rng.random() < 0.4}
+        first = min(rng.choice((0, 3, 20)), pages.pinned * pages.page_size if pages.ring else 20)
+        options |= {"first": first, "recent": rng.choice((0, 1, 9)), "exact": rng.random() < 0.4}
     if rng.random() < 0.2:
         options["threshold"] = rng.choice((1e-9, 1e-6, 1e-4))
     if rng.random() < 0.3:
@@ -117,7 +124,10 @@ def check_append(rng: random.Random, pages: Pages, counts: list[int], backend: s
     while done != counts:
         piece = [rng.randint(0, n - d) if rng.random() < 0.5 else n - d for n, d in zip(counts, done, strict=True)]
         dtype, bounds = rng.choice(DTYPES), starts_of(piece)
-        k, v = strided(rng, bounds[-1], heads, f.key.dim).to(dtype), strided(rng, bounds[-1], heads, f.value.dim).to(dtype)
+        k, v = (
+            strided(rng, bounds[-1], heads, f.key.dim).to(dtype),
+            strided(rng, bounds[-1], heads, f.value.dim).to(dtype),
+        )
         if bounds[-1] and rng.random() < 0.15:
             k[rng.randrange(bounds[-1]), 0, 0] = float("nan")
         if bounds[-1] and rng.random() < 0.15:
@@ -131,7 +141,10 @@ def check_append(rng: random.Random, pages: Pages, counts: list[int], backend: s
         (pages.value_parts(), reference.value_parts(), f.value, pages.value_offset),
     ):
         # pages [pages, heads, size, …]: decode wants heads before the row
-        swap = [kv.Codes(x.data.transpose(1, 2), None if x.scale is None else x.scale.transpose(1, 2)) for x in (ours, theirs)]
+        swap = [
+            kv.Codes(x.data.transpose(1, 2), None if x.scale is None else x.scale.transpose(1, 2))
+            for x in (ours, theirs)
+        ]
         a, b = (kv.decode(x, codec, offset, backend="reference") for x in swap)
         assert torch.equal(a.isnan(), b.isnan()), "append: NaN in different places"
         differ = ((a - b).abs() > 2e-3 * b.abs() + 1e-3).sum().item()  # a coordinate on a boundary may round either way

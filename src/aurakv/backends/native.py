@@ -1,7 +1,7 @@
-"""The CPU in C++: a library without torch or Python inside, called through ctypes with plain structures (native/aura.h).
+"""The CPU in C++: a library without torch or Python, called through ctypes with plain structures (native/aura.h).
 
-`native` uses the best instruction set of this processor; `native-avx512`, `native-avx2` and `native-generic` are the same
-with a given one. Arithmetic is int16 on codes (see docs/cpu.md for the accuracy) and float32 with precision="exact";
+`native` uses the best instruction set of this processor; `native-avx512`, `native-avx2` and `native-generic` are
+the same with a given one. Arithmetic is int16 on codes (docs/cpu.md states the accuracy), float32 if precision="exact";
 float64 arguments are computed in float32. Threads are torch's own, their number torch.get_num_threads().
 """
 
@@ -11,14 +11,15 @@ import ctypes
 import functools
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..codec import Codec, Codes, Format
 from ..codebook import boundaries
+from ..codec import Codec, Codes, Format
 from ..errors import InputError
 from ..pages import Pages
 from ..partial import Partial
@@ -27,7 +28,8 @@ from ..scoring import Scoring
 
 FAST_ERROR = 2e-3  # bound of int16 arithmetic; portable kernels have float32 only
 
-_VERSION = 1  # AURA_VERSION of native/aura.h
+_LIBRARY = "_native.so"
+_VERSION = 2  # AURA_VERSION of native/aura.h
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NAMES = {
     "avx512": "AVX-512 with VNNI and VBMI",
@@ -60,8 +62,9 @@ os.register_at_fork(after_in_child=_after_fork)
 @functools.cache
 def _library() -> ctypes.CDLL | str:
     """The compiled library, or one sentence that says why there is none."""
-    path = Path(__file__).parent / "_native.so"
-    if not path.exists():
+    places = [Path(place) / _LIBRARY for place in sys.modules[__package__].__path__]  # several when editable
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
         return (
             "the native library was not built when aurakv was installed (it needs a C++17 compiler: GCC 10, Clang 14"
             " or newer; reinstall with one)"
@@ -158,7 +161,7 @@ def _threads() -> int:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """As the library reads tensors: float32, float16 or bfloat16 with neighbouring coordinates; other strides are free."""
+    """As the library reads tensors: float32, float16 or bfloat16, coordinates side by side, any other stride."""
     if x.dtype == torch.float64:
         x = x.float()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -166,6 +169,8 @@ def _plain(x: Tensor) -> Tensor:
 
 class Native:
     """One instruction set, or the best one if none is given."""
+
+    float64 = False
 
     def __init__(self, isa: str | None = None) -> None:
         self.name = "native" if isa is None else f"native-{isa}"
