@@ -84,6 +84,13 @@ class Codec:
     def value(cls, dim: int, bits: int, **options: object) -> Codec:
         return cls(dim, bits, **{**default_options("value", bits), **options})  # type: ignore[arg-type]
 
+    def __hash__(self) -> int:  # remembered: every call looks its codecs up
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.dim, self.bits, self.table, self.scale, self.dtype, self.seed))
+            object.__setattr__(self, "_hash", known)
+        return known
+
     @property
     def coded(self) -> bool:
         """False at 16 bits: no rotation, no codes, no scale."""
@@ -137,6 +144,13 @@ class Format:
     def __post_init__(self) -> None:
         key, value = _side_name("key", self.key), _side_name("value", self.value)
         object.__setattr__(self, "name", f"{key}/{value}" if ":" in key else key + value)
+
+    def __hash__(self) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.key, self.value))
+            object.__setattr__(self, "_hash", known)
+        return known
 
     @classmethod
     def parse(cls, name: str, head_dim: int | tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Format:

@@ -50,7 +50,8 @@ def decode(
     check_offset("offset", offset, codec, codes.data.shape[-2], codes.data.device)
     if dtype not in checks.FLOATS:
         raise InputError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
-    return backends.select(backend, None, codes.data.device, dtype).decode(codes, codec, offset, rotated, dtype)
+    chosen = backends.select(backend, None, codes.data.device, dtype)
+    return chosen.decode(codes, codec, offset, rotated, dtype)
 
 
 def scores(q: Tensor, keys: Codes, codec: Codec, offset: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -94,7 +95,8 @@ def values(
         raise InputError(f"threshold must be at least 0 and below 1, got {threshold}")
     check_offset("offset", offset, codec, kv_heads, weights.device)
     lowest = -math.inf if threshold is None else threshold
-    return backends.select(backend, None, weights.device, weights.dtype).values(weights, stored, codec, offset, lowest)
+    chosen = backends.select(backend, None, weights.device, weights.dtype)
+    return chosen.values(weights, stored, codec, offset, lowest)
 
 
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts = None, *, backend: str | None = None) -> None:
