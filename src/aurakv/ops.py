@@ -29,7 +29,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None = None, *, backend: st
     if x.ndim < 2 or x.shape[-1] != codec.dim:
         raise InputError(f"x must be [..., kv_heads, {codec.dim}], got {list(x.shape)}")
     check_offset("offset", offset, codec, x.shape[-2], x.device)
-    return backends.select(backend, None, x.device).encode(x, codec, offset)
+    return backends.select(backend, None, x.device, x.dtype).encode(x, codec, offset)
 
 
 def decode(
@@ -50,7 +50,8 @@ def decode(
     check_offset("offset", offset, codec, codes.data.shape[-2], codes.data.device)
     if dtype not in checks.FLOATS:
         raise InputError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
-    return backends.select(backend, None, codes.data.device).decode(codes, codec, offset, rotated, dtype)
+    chosen = backends.select(backend, None, codes.data.device, dtype)
+    return chosen.decode(codes, codec, offset, rotated, dtype)
 
 
 def scores(q: Tensor, keys: Codes, codec: Codec, offset: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -62,7 +63,7 @@ def scores(q: Tensor, keys: Codes, codec: Codec, offset: Tensor | None = None, *
     checks.rows("keys", keys, codec, ndim=3)
     checks.queries(q, keys.data.shape[1], codec.dim, keys.data.device)
     check_offset("offset", offset, codec, keys.data.shape[1], q.device)
-    return backends.select(backend, None, q.device).scores(q, keys, codec, offset)
+    return backends.select(backend, None, q.device, q.dtype).scores(q, keys, codec, offset)
 
 
 def values(
@@ -94,7 +95,8 @@ def values(
         raise InputError(f"threshold must be at least 0 and below 1, got {threshold}")
     check_offset("offset", offset, codec, kv_heads, weights.device)
     lowest = -math.inf if threshold is None else threshold
-    return backends.select(backend, None, weights.device).values(weights, stored, codec, offset, lowest)
+    chosen = backends.select(backend, None, weights.device, weights.dtype)
+    return chosen.values(weights, stored, codec, offset, lowest)
 
 
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts = None, *, backend: str | None = None) -> None:
@@ -111,7 +113,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts = None, *, backend
     pages.check()
     checks.new_tokens(k, v, pages)
     bounds = checks.starts("starts", starts, pages.seqs, k.shape[0], k.device)
-    backends.select(backend, pages.format, k.device).append(pages, k, v, bounds)
+    backends.select(backend, pages.format, k.device, k.dtype).append(pages, k, v, bounds)
 
 
 def append_codes(
@@ -155,7 +157,7 @@ def attend(
     checks.options(precision, splits)
     bounds = checks.starts("starts", starts, pages.seqs, q.shape[0], device)
     last = checks.ends(ends, pages.lengths)
-    chosen = backends.select(backend, pages.format, device)
+    chosen = backends.select(backend, pages.format, device, q.dtype)
     if workspace is not None:
         needed = chosen.workspace_bytes(pages, q.shape[0], q.shape[1], splits)
         checks.workspace(workspace, needed, device)
@@ -203,5 +205,5 @@ def attend_dense(
     bounds = checks.starts("starts", starts, seqs, q.shape[0], q.device)
     key_bounds = checks.starts("key_starts", starts if key_starts is None else key_starts, seqs, k.shape[0], k.device)
     last = checks.ends(ends, key_bounds.diff())
-    chosen = backends.select(backend, None, q.device)
+    chosen = backends.select(backend, None, q.device, q.dtype)
     return chosen.attend_dense(q, k, v, bounds, key_bounds, last, scoring, sink_logits)

@@ -21,6 +21,7 @@ class Backend(Protocol):
 
     name: str
     fast_error: float  # largest error of attend with precision="fast", relative to the norm of the values; 0: exact
+    float64: bool  # whether float64 arguments are computed in float64
 
     def why_not(self, format: Format | None, device: torch.device) -> str | None: ...
     def workspace_bytes(self, pages: Pages, tokens: int, heads: int, splits: int | None) -> int: ...
@@ -59,7 +60,10 @@ class Backend(Protocol):
     ) -> Partial: ...
 
 
-_MODULES = {"reference": ".reference"}  # best first; imported when first asked
+# Where a backend lives: a module is one, or has several in its dict `backends`. Imported when first asked.
+_AUTOMATIC = {"native": ".native", "reference": ".reference"}  # best first
+_NAMED = {"native-avx512": ".native", "native-avx2": ".native", "native-generic": ".native"}  # only when asked for
+_MODULES = {**_AUTOMATIC, **_NAMED}
 _registered: dict[str, Backend] = {}
 
 
@@ -85,10 +89,15 @@ def fast_error(backend: str) -> float:
     return _load(backend).fast_error
 
 
-def select(backend: str | None, format: Format | None, device: torch.device) -> Backend:
-    """The named backend, or the best one that can run. A named one never falls back."""
+def select(
+    backend: str | None, format: Format | None, device: torch.device, dtype: torch.dtype | None = None
+) -> Backend:
+    """The named backend, or the best one that can run and computes in float64 if that is the dtype.
+
+    A named one never falls back; it may compute float64 arguments in float32.
+    """
     if backend is None:
-        return _best(format, device)
+        return _best(format, device, dtype == torch.float64)
     chosen = _load(backend)
     reason = chosen.why_not(format, device)
     if reason is not None:
@@ -97,8 +106,15 @@ def select(backend: str | None, format: Format | None, device: torch.device) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _best(format: Format | None, device: torch.device) -> Backend:
-    return next(b for b in map(_load, _MODULES) if b.why_not(format, device) is None)
+def _best(format: Format | None, device: torch.device, float64: bool) -> Backend:
+    for name in _AUTOMATIC:
+        try:
+            backend = _load(name)
+        except ImportError:  # a package it needs is not installed
+            continue
+        if backend.why_not(format, device) is None and (backend.float64 or not float64):
+            return backend
+    raise BackendError(f"no backend can run {format} on {device}")
 
 
 def _load(name: str) -> Backend:
@@ -106,4 +122,5 @@ def _load(name: str) -> Backend:
         return _registered[name]
     if name not in _MODULES:
         raise InputError(f"backend must be one of {names()}, got {name!r}")
-    return importlib.import_module(_MODULES[name], __package__)
+    module = importlib.import_module(_MODULES[name], __package__)
+    return getattr(module, "backends", {}).get(name, module)

@@ -20,6 +20,7 @@ from ..scoring import Scoring
 
 name = "reference"
 fast_error = 0.0
+float64 = True
 
 KEY_BLOCK = 1024
 QUERY_BLOCK = 256
@@ -36,7 +37,10 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
 def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
     """x [..., kv_heads, dim]; offset [kv_heads, dim]."""
     if not codec.coded:
-        return Codes(x.to(codec.dtype, copy=True).contiguous().view(torch.uint8), None)
+        raw = x.to(
+            codec.dtype, copy=True, memory_format=torch.contiguous_format
+        )  # also where strides of size 1 are odd
+        return Codes(raw.view(torch.uint8), None)
     x = x.to(_compute_dtype(x))
     y = codec.rotate(x if offset is None else x - offset.to(x.dtype))
     peak = y.abs().amax(-1, keepdim=True)

@@ -21,6 +21,7 @@ class _Broken:
 
     name = "broken"
     fast_error = 0.0
+    float64 = True
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(reference, attribute)

@@ -1,0 +1,205 @@
+// Attention of one group of query rows over one piece of the keys: online softmax tile by tile, then the merge of the
+// pieces in fixed order. Kernels for scores and weighted sums are chosen per side.
+#pragma once
+#include "floats.hpp"
+
+namespace {
+
+// Each instruction-set file says which kernels it has for a width; null: the float kernels.
+const KeyKernel* fast_key(const Codec& c);
+const ValueKernel* fast_value(const Codec& c);
+
+constexpr float SCORE_ERROR = 5e-4f;
+
+INLINE float largest_scale(const float* ks, int n) {
+  vf most = {};
+  for (int i = 0; i < n; i += VL) most = vmax(vabs(load<vf>(ks + i)), most);
+  return largest(most);
+}
+
+// Scores that are not finite, of tokens this row sees: they damage the row. Others are hidden later.
+inline void find_bad_scores(Work& w, int64_t r, const int64_t* begin, const int64_t* end, int64_t spans) {
+  float* s = w.s + r * TILE;
+  for (int64_t i = 0; i < spans; i++)
+    for (int64_t j = begin[i]; j < end[i]; j++)
+      if (!isfinite(s[j])) w.bad_score[r] = true, s[j] = -INFINITY;
+}
+
+// s[r] becomes weights times value scales. `bad` lists tokens with damaged values (their scales are 0 here).
+// Returns whether no weight of this row can matter (threshold).
+inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_count) {
+  float* s = w.s + r * TILE;
+  const int n = t.n, full = int(round_up(n, VL));
+  int64_t begin[4], end[4];
+  const int64_t p = w.position[r];
+  int64_t spans = visible_spans(w.a, p, p, t.pos, t.pos + n, begin, end);
+  for (int64_t i = 0; i < spans; i++) begin[i] -= t.pos, end[i] -= t.pos;
+  vf check = {}, top = splat(-INFINITY);
+  for (int i = 0; i < full; i += VL) {
+    const vf x = load<vf>(s + i);
+    check += x * 0.f, top = vmax(x, top);
+  }
+  const bool plain = all_finite(check) && spans == 1 && begin[0] == 0 && end[0] == full && !(w.a.softcap > 0);
+  if (!all_finite(check)) find_bad_scores(w, r, begin, end, spans);
+  for (int b = 0; b < bad_count; b++)
+    for (int64_t i = 0; i < spans; i++) w.bad_value[r] |= begin[i] <= bad[b] && bad[b] < end[i];
+  if (w.a.softcap > 0) {
+    const float cap = float(w.a.softcap);
+    for (int i = 0; i < full; i += VL) {
+      const vf x = load<vf>(s + i);  // -inf marks what find_bad_scores took out
+      store(s + i, x > splat(-INFINITY) ? soft_cap(x, cap) * LOG2E : x);
+    }
+  }
+  if (!(spans == 1 && begin[0] == 0 && end[0] == full)) {  // hide what this row does not see
+    int64_t at = 0;
+    for (int64_t i = 0; i <= spans; i++) {
+      for (const int64_t stop = i < spans ? begin[i] : full; at < stop; at++) s[at] = -INFINITY;
+      if (i < spans) at = end[i];
+    }
+  }
+  if (!plain) {
+    top = splat(-INFINITY);
+    for (int i = 0; i < full; i += VL) top = vmax(load<vf>(s + i), top);
+  }
+  const float tile_most = largest(top), most = tile_most > w.most[r] ? tile_most : w.most[r];
+  if (most == -INFINITY) {
+    w.correction[r] = 1, w.added[r] = w.w_most[r] = w.w_sum[r] = 0;
+    memset(s, 0, 4 * full);
+    return true;
+  }
+  const float correction = most == w.most[r] ? 1 : exp2_neg(splat(w.most[r] - most))[0];
+  w.correction[r] = correction, w.most[r] = most;
+  vf added = {}, w_most = {}, w_sum = {};
+  for (int i = 0; i < full; i += VL) {
+    const vf e = exp2_neg(load<vf>(s + i) - most), x = e * load<vf>(t.vs + i), a = vabs(x);
+    added += e, w_sum += a, w_most = vmax(w_most, a);
+    store(s + i, x);
+  }
+  w.sums[r] = w.sums[r] * correction + added;
+  w.w_most[r] = largest(w_most), w.w_sum[r] = sum(w_sum);
+  w.kept[r] *= correction;
+  if (!(w.a.threshold > 0)) return false;
+  w.added[r] = sum(added);
+  return exp2_neg(splat(tile_most - most))[0] < float(w.a.threshold) * sum(w.sums[r]);
+}
+
+inline void attend_tile(Work& w, Tile& t, const KeyKernel& keys, const ValueKernel& values) {
+  if (values.load) values.load(w, t);
+  const int full = int(round_up(t.n, 16));
+  for (int i = t.n; i < full; i++) t.ks[i] = t.vs[i] = 0;
+  int bad[TILE], bad_count = 0;
+  vf check = {};
+  for (int i = 0; i < full; i += VL) check += load<vf>(t.vs + i) * 0.f;
+  if (!all_finite(check))
+    for (int i = 0; i < t.n; i++) if (!isfinite(t.vs[i])) bad[bad_count++] = i, t.vs[i] = 0;
+  // Where rounding would show in the weights (large scores), the tile is scored in float32.
+  const bool coarse = w.score_error > 0 && w.score_error * largest_scale(t.ks, full) > SCORE_ERROR;
+  (coarse ? float_scores : keys.scores)(w, t);
+  bool minor = true;
+  for (int64_t r = 0; r < w.rows; r++) minor &= soften(w, r, t, bad, bad_count);
+  if (minor) {
+    for (int64_t r = 0; r < w.rows; r++) if (w.correction[r] != 1)
+      for (int64_t d = 0; d < w.v_pad; d++) w.acc[r * w.v_pad + d] *= w.correction[r];
+    return;
+  }
+  if (w.a.threshold > 0) for (int64_t r = 0; r < w.rows; r++) w.kept[r] += w.added[r];
+  values.accumulate(w, t);
+}
+
+INLINE int64_t part_floats(const Work& w) { return w.dv + 4; }  // [value | most, sum, kept, damage]
+
+inline void finish_group(const Attend& a, const Group& g, const float* parts);
+
+inline void attend_piece(const Attend& a, const Group& g, int64_t split, float* part) {
+  Work w(a, g);
+  static thread_local Scratch scratch;
+  Arena dry{nullptr};
+  w.carve(dry);
+  Arena arena{scratch.need(dry.used + 4 * g.rows * part_floats(w))};
+  w.carve(arena);
+  if (!part) part = arena.take<float>(g.rows * part_floats(w));
+
+  const KeyKernel* keys = w.key.bits == 16 || a.exact ? nullptr : fast_key(w.key);
+  const ValueKernel* values = w.value.bits == 16 || a.exact ? nullptr : fast_value(w.value);
+  if (!keys) keys = &float_keys;
+  if (!values) values = &float_values;
+  load_queries(w);
+  keys->prepare(w);
+  memset(w.acc, 0, 4 * w.rows * w.v_pad);
+  for (int64_t r = 0; r < w.rows; r++) {
+    w.sums[r] = (vf){}, w.most[r] = -INFINITY, w.kept[r] = 0;
+    w.bad_score[r] = w.bad_value[r] = false;
+  }
+  int64_t skip = split * g.chunk, left = g.chunk;
+  alignas(64) Tile t;
+  for (int64_t i = 0; i < g.spans && left > 0; i++) {
+    int64_t pos = g.begin[i], size = g.end[i] - g.begin[i];
+    if (skip >= size) { skip -= size; continue; }
+    pos += skip, size -= skip, skip = 0;
+    if (size > left) size = left;
+    left -= size;
+    while (size > 0) {
+      fetch(w, t, pos, size);
+      attend_tile(w, t, *keys, *values);
+      pos += t.n, size -= t.n;
+    }
+  }
+  const int64_t stride = part_floats(w);
+  values->finish(w, part, stride);
+  for (int64_t r = 0; r < w.rows; r++) {
+    float* p = part + r * stride + w.dv;
+    p[0] = w.most[r], p[1] = sum(w.sums[r]), p[2] = a.threshold > 0 ? w.kept[r] : p[1];
+    p[3] = w.bad_score[r] ? 2.f : w.bad_value[r] ? 1.f : 0.f;
+  }
+  if (g.splits == 1) finish_group(a, g, part);
+}
+
+// Merge the pieces of a group, add the learned sink, un-rotate, store.
+inline void finish_group(const Attend& a, const Group& g, const float* parts) {
+  Work w(a, g);
+  static thread_local Scratch scratch;
+  const int64_t stride = part_floats(w), size = g.rows * stride;
+  float* out = (float*)scratch.need(4 * g.rows * w.v_pad);
+  float unit[ROWS], whole[ROWS];
+  for (int64_t r = 0; r < g.rows; r++) {
+    const float* first = parts + r * stride;
+    const float logit = a.sink ? a.sink[w.head(r)] * LOG2E : -INFINITY;
+    float most = logit, damage = 0;
+    for (int64_t s = 0; s < g.splits; s++) {
+      const float* p = first + s * size + w.dv;
+      most = p[0] > most ? p[0] : most;
+      damage = p[3] > damage ? p[3] : damage;
+    }
+    if (logit != logit) damage = 2;
+    float* o = out + r * w.v_pad;
+    memset(o, 0, 4 * w.dv);
+    float total = 0, kept = 0, lse;
+    if (most == INFINITY || most == -INFINITY) {  // an infinite sink outweighs all, or nothing is visible
+      lse = most;
+    } else {
+      for (int64_t s = 0; s < g.splits; s++) {
+        const float* p = first + s * size;
+        if (p[w.dv] == -INFINITY) continue;
+        const float c = exp2f(p[w.dv] - most);
+        total += c * p[w.dv + 1], kept += c * p[w.dv + 2];
+        for (int64_t d = 0; d < w.dv; d++) o[d] += c * p[d];
+      }
+      if (logit != -INFINITY) total += exp2f(logit - most);
+      lse = (most + log2f(total)) * LN2;
+    }
+    unit[r] = damage ? NAN : total > 0 ? 1 / total : 0;
+    whole[r] = kept * unit[r];
+    for (int64_t d = 0; d < w.dv; d++) o[d] *= unit[r];
+    a.lse[w.token(r) * a.heads + w.head(r)] = damage == 2 ? NAN : lse;
+  }
+  rotate_rows(w.value, out, w.v_pad, g.rows, true);
+  const float* offset = a.pages && a.pages->value_offset ? a.pages->value_offset + g.kv_head * w.dv : nullptr;
+  for (int64_t r = 0; r < g.rows; r++) {
+    float* o = out + r * w.v_pad;
+    if (offset) for (int64_t d = 0; d < w.dv; d++) o[d] += offset[d] * whole[r];
+    const int64_t at = (w.token(r) * a.heads + w.head(r)) * w.dv;
+    store_floats((char*)a.out + at * size_of(a.dtype), a.dtype, w.dv, o);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,254 @@
+// The C interface: cuts a call into independent pieces by its shapes alone, hands them to the threads of torch, and
+// lets the chosen instruction set compute them. Results do not depend on the number of threads.
+#include "aura.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+using namespace aura;
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+const Isa* const ISAS[] = {
+#if defined(__x86_64__)
+    &isa_avx512, &isa_avx2,
+#endif
+    &isa_generic};
+constexpr int ISA_COUNT = sizeof ISAS / sizeof *ISAS;
+
+constexpr int64_t MIN_CHUNK = 2048;        // tokens a piece of a sequence has at least …
+constexpr int64_t PIECES = 128;            // … and about how many pieces a call is cut into
+constexpr int64_t SERIAL_WORK = 3'000'000; // multiplications below which one thread is faster
+constexpr int64_t SPAWN_WORK = 200'000'000;  // the same where threads must be started for the call
+
+struct Job {
+  std::atomic<int64_t> next;
+  int64_t count;
+  void (*piece)(void*, int64_t);
+  void* context;
+};
+
+void work_on(int64_t, int64_t, void* p) {
+  Job& job = *(Job*)p;
+  for (int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) job.piece(job.context, i);
+}
+
+// Calls body(i) for i below count, on several threads if the work is worth it.
+template <class Body> void for_each(const Threads& threads, int64_t count, int64_t work, Body&& body) {
+  Job job{{0}, count, [](void* p, int64_t i) { (*(Body*)p)(i); }, &body};
+  const int64_t n = threads.count < count ? threads.count : count;
+  if (n <= 1 || work < (threads.parallel_for ? SERIAL_WORK : SPAWN_WORK)) return work_on(0, 1, &job);
+  if (threads.parallel_for) {
+    threads.parallel_for(0, n, 1, work_on, &job);
+    work_on(0, 1, &job);  // whatever a pool that declined has left
+    return;
+  }
+  std::vector<std::thread> own;
+  try {
+    for (int64_t i = 1; i < n; i++) own.emplace_back(work_on, 0, 1, &job);
+  } catch (const std::system_error&) {
+  }
+  work_on(0, 1, &job);
+  for (std::thread& t : own) t.join();
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t auto_splits(int64_t groups, int64_t visible) {
+  const int64_t most = divide_up(visible, MIN_CHUNK), wanted = divide_up(PIECES, groups);
+  return wanted < most ? wanted : most;
+}
+
+struct Plan {
+  std::vector<Group> groups;
+  std::vector<int64_t> first_unit;  // of each group, and one more
+  int64_t parts = 0, work = 0;      // rows of partial results; multiplications
+};
+
+Plan plan(const Attend& a) {
+  const int64_t kv_heads = a.pages ? a.pages->kv_heads : a.dense->kv_heads, group = a.heads / kv_heads;
+  const int64_t dims = a.pages ? a.pages->key->dim + a.pages->value->dim : a.dense->key->dim + a.dense->value->dim;
+  Plan p;
+  for (int64_t seq = 0; seq < a.seqs; seq++) {
+    const int64_t queries = a.starts[seq + 1] - a.starts[seq], base = a.ends[seq] - queries;
+    const int64_t length = a.pages ? a.pages->lengths[seq] : a.ends[seq];
+    const int64_t from = a.pages ? 0 : a.ends[seq] - (a.dense->starts[seq + 1] - a.dense->starts[seq]);
+    for (int64_t head = 0; head < kv_heads; head++)
+      for (int64_t first = 0; first < queries * group; first += ROWS) {
+        Group g{};
+        g.seq = seq, g.kv_head = head, g.first = first;
+        g.rows = queries * group - first < ROWS ? queries * group - first : ROWS;
+        g.lowest = base + first / group, g.highest = base + (first + g.rows - 1) / group;
+        g.spans = visible_spans(a, g.lowest, g.highest, from, length, g.begin, g.end);
+        for (int64_t i = 0; i < g.spans; i++) g.visible += g.end[i] - g.begin[i];
+        p.groups.push_back(g);
+      }
+  }
+  p.first_unit.push_back(0);
+  for (Group& g : p.groups) {
+    int64_t splits = a.splits ? a.splits : auto_splits(int64_t(p.groups.size()), g.visible);
+    g.chunk = g.visible ? divide_up(g.visible, splits) : 0;
+    if (!a.splits) g.chunk = divide_up(g.chunk, 64) * 64;
+    g.splits = g.visible ? divide_up(g.visible, g.chunk) : 1;
+    g.part = p.parts;
+    if (g.splits > 1) p.parts += g.splits * g.rows;
+    p.first_unit.push_back(p.first_unit.back() + g.splits);
+    p.work += g.visible * dims * (g.rows + 4) + g.rows * 2000;
+  }
+  return p;
+}
+
+// A table on a grid becomes exact with small numbers, which leaves most room to queries and weights; others get the
+// multiple from low to high that rounds best.
+void fix_levels(const float* levels, int count, int low, int high, Codec::Fixed* to) {
+  double most = 0, best = 1e9;
+  for (int i = 0; i < count; i++) most = std::fmax(most, std::fabs(levels[i]));
+  auto error = [&](int m) {
+    double worst = 0;
+    for (int i = 0; i < count && worst < best; i++) {
+      const double x = levels[i] / most * m;
+      worst = std::fmax(worst, std::fabs(x - std::rint(x)) / m);
+    }
+    return worst;
+  };
+  int multiple = 1;
+  bool exact = most == 0;
+  for (int m = 1; m <= 1024 && !exact; m++) if (error(m) < 2e-7) multiple = m, exact = true;
+  for (int m = low; m <= high && !exact; m++) { const double e = error(m); if (e < best) best = e, multiple = m; }
+  to->unit = float(most / multiple), to->most = multiple, to->exact = exact;
+  for (int i = 0; i < 256; i++)
+    to->level[i] = most > 0 ? int16_t(std::rint(levels[i & (count - 1)] / most * multiple)) : 0;
+}
+
+int64_t floats_per_row(int64_t value_dim) { return value_dim + 4; }
+
+}  // namespace
+
+EXPORT int64_t aura_version() { return AURA_VERSION; }
+EXPORT int64_t aura_isa_count() { return ISA_COUNT; }
+EXPORT const char* aura_isa_name(int64_t i) { return ISAS[i]->name; }
+EXPORT int64_t aura_isa_supported(int64_t i) { return ISAS[i]->supported(); }
+
+// A codec that lives until the process ends. numbers: dim, bits, dtype, lsq, base.
+EXPORT const Codec* aura_codec(const int64_t* numbers, const float* levels, const float* bounds, const float* sign,
+                               const float* paley) {
+  Codec* c = new Codec();
+  c->dim = numbers[0], c->bits = numbers[1], c->dtype = numbers[2], c->lsq = numbers[3], c->base = numbers[4];
+  const int64_t item = c->dtype == F32 ? 4 : 2;
+  c->row_bytes = c->bits == 16 ? c->dim * item : c->dim * c->bits / 8;
+  c->scale_bytes = c->bits == 16 ? 0 : item;
+  if (c->bits == 16) return c;
+  const int count = 1 << c->bits;
+  std::memcpy(c->levels, levels, 4 * count);
+  for (int i = 0; i < 256; i++) c->bounds[i] = i < count - 1 ? bounds[i] : INFINITY;
+  for (int i = count; i < 256; i++) c->levels[i] = 0;
+  std::memcpy(c->sign, sign, 4 * c->dim);
+  std::memcpy(c->paley, paley, 4 * c->base * c->base);
+  fix_levels(c->levels, count, c->bits > 4 ? 24576 : 12288, c->bits > 4 ? 32767 : 16383, &c->keys);
+  fix_levels(c->levels, count, 10240, 14336, &c->values);
+  return c;
+}
+
+EXPORT int64_t aura_attend_workspace(int64_t tokens, int64_t heads, int64_t kv_heads, int64_t capacity,
+                                     int64_t value_dim, int64_t splits) {
+  const int64_t groups = kv_heads * divide_up(tokens * (heads / kv_heads), ROWS);
+  const int64_t most = splits ? splits : groups ? auto_splits(groups, capacity) : 0;
+  return most > 1 ? 4 * tokens * heads * most * floats_per_row(value_dim) : 0;
+}
+
+EXPORT void aura_attend(int64_t isa, const Attend* call) {
+  const Attend& a = *call;
+  const Plan p = plan(a);
+  const int64_t stride = floats_per_row(a.pages ? a.pages->value->dim : a.dense->value->dim);
+  std::vector<float> own;
+  float* parts = a.workspace;
+  if (!parts && p.parts) own.resize(p.parts * stride), parts = own.data();
+  std::vector<std::atomic<int64_t>> left(p.groups.size());
+  for (size_t i = 0; i < p.groups.size(); i++) left[i] = p.groups[i].splits;
+  std::vector<int32_t> group_of(p.first_unit.back());
+  for (size_t i = 0; i < p.groups.size(); i++)
+    for (int64_t u = p.first_unit[i]; u < p.first_unit[i + 1]; u++) group_of[u] = int32_t(i);
+  for_each(a.threads, p.first_unit.back(), p.work, [&](int64_t unit) {
+    const int64_t i = group_of[unit], split = unit - p.first_unit[i];
+    const Group& g = p.groups[i];
+    if (g.splits == 1) return ISAS[isa]->attend(a, g, 0, nullptr);
+    float* group_parts = parts + g.part * stride;
+    ISAS[isa]->attend(a, g, split, group_parts + split * g.rows * stride);
+    if (left[i].fetch_sub(1, std::memory_order_acq_rel) == 1) ISAS[isa]->finish(a, g, group_parts);
+  });
+}
+
+EXPORT void aura_encode(int64_t isa, const Encode* call) {
+  const int64_t vectors = call->n * call->heads, tiles = divide_up(vectors, LANES);
+  const int64_t batch = 16;  // tiles a thread takes at once
+  for_each(call->threads, divide_up(tiles, batch), vectors * call->codec->dim * 30, [&](int64_t i) {
+    for (int64_t t = i * batch; t < (i + 1) * batch && t < tiles; t++)
+      ISAS[isa]->encode(*call, t * LANES, vectors - t * LANES < LANES ? vectors - t * LANES : LANES);
+  });
+}
+
+// Returns 1 if a sequence did not fit (the flag of the pages is set, too).
+EXPORT int64_t aura_append(int64_t isa, const Append* call) {
+  const Append& a = *call;
+  const Pages& p = *a.pages;
+  std::vector<int64_t> slots(a.tokens, -1);
+  int64_t overflow = 0;
+  const int64_t wrap = (p.width - p.pinned) * p.page_size, kept = p.pinned * p.page_size;
+  std::vector<int32_t> lengths(p.lengths, p.lengths + p.seqs);
+  for (int64_t seq = 0; seq < p.seqs; seq++) {
+    const int64_t first = a.starts[seq], count = a.starts[seq + 1] - first, old = lengths[seq], total = old + count;
+    if (count <= 0) continue;
+    bool fits = old >= 0 && (p.ring || total <= p.width * p.page_size);
+    for (int64_t i = 0; i < count && fits; i++) {
+      const int64_t pos = old + i;
+      if (p.ring && pos >= kept && pos < total - wrap) continue;  // a later token takes this slot
+      int64_t page = pos / p.page_size;
+      if (page >= p.pinned && p.width > p.pinned) page = p.pinned + (page - p.pinned) % (p.width - p.pinned);
+      const int64_t index = page < p.width ? p.table[seq * p.width + page] : -1;
+      fits = index >= 0 && index < p.num_pages;
+      slots[first + i] = index * p.page_size + pos % p.page_size;
+    }
+    if (fits) { lengths[seq] = int32_t(total); continue; }
+    overflow = 1;
+    for (int64_t i = 0; i < count; i++) slots[first + i] = -1;
+  }
+  const int64_t vectors = a.tokens * p.kv_heads, tiles = divide_up(vectors, LANES), batch = 8;
+  for_each(a.threads, divide_up(tiles, batch), vectors * (p.key->dim + p.value->dim) * 30, [&](int64_t i) {
+    for (int64_t t = i * batch; t < (i + 1) * batch && t < tiles; t++)
+      ISAS[isa]->append(a, slots.data(), t * LANES, vectors - t * LANES < LANES ? vectors - t * LANES : LANES);
+  });
+  std::memcpy(p.lengths, lengths.data(), 4 * p.seqs);
+  if (overflow) *p.overflow = 1;
+  return overflow;
+}
+
+EXPORT void aura_decode(int64_t isa, const Decode* call) {
+  const int64_t vectors = call->n * call->heads, tiles = divide_up(vectors, LANES), batch = 16;
+  for_each(call->threads, divide_up(tiles, batch), vectors * call->codec->dim * 30, [&](int64_t i) {
+    for (int64_t t = i * batch; t < (i + 1) * batch && t < tiles; t++)
+      ISAS[isa]->decode(*call, t * LANES, vectors - t * LANES < LANES ? vectors - t * LANES : LANES);
+  });
+}
+
+EXPORT void aura_scores(int64_t isa, const Scores* call) {
+  const int64_t blocks = divide_up(call->n, TILE);
+  const int64_t work = call->n * call->codec->dim * (call->tokens * call->heads + 16 * call->kv_heads);
+  for_each(call->threads, blocks * call->kv_heads, work, [&](int64_t i) {
+    const int64_t first = i / call->kv_heads * TILE, left = call->n - first;
+    ISAS[isa]->scores(*call, i % call->kv_heads, first, left < TILE ? left : TILE);
+  });
+}
+
+EXPORT void aura_values(int64_t isa, const Values* call) {
+  const int64_t rows = call->tokens * (call->heads / call->kv_heads), blocks = divide_up(rows, ROWS);
+  const int64_t work = call->n * call->codec->dim * (call->tokens * call->heads + 16 * call->kv_heads);
+  for_each(call->threads, blocks * call->kv_heads, work, [&](int64_t i) {
+    const int64_t first = i / call->kv_heads * ROWS, left = rows - first;
+    ISAS[isa]->values(*call, i % call->kv_heads, first, left < ROWS ? left : ROWS);
+  });
+}

@@ -1,0 +1,326 @@
+// int16 kernels for AVX-512 with VNNI and VBMI, every width of codes on the natural bytes.
+//
+// Scores: a register holds 16 bytes of 4 tokens, one per 128-bit lane; shifts bring a code to the low end of each 16-bit
+// place, vpermw looks its level up, vpdpwssd multiplies with the query, which lies in the same order.
+// Weighted sums: a register holds the bytes of 2 tokens so interleaved that a 32-bit place has the same coordinate of
+// both; vpdpwssd multiplies with a pair of weights. Sums stay in int32 within a tile and go to float32 after it.
+#pragma once
+#include "fixed.hpp"
+
+namespace {
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+INLINE __m512i dp(__m512i acc, __m512i a, __m512i b) {
+#if defined(__clang__)
+  return _mm512_dpwssd_epi32(acc, a, b);
+#else  // GCC copies the accumulator around the intrinsic
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+#endif
+}
+
+struct Bytes { alignas(64) uint8_t b[64]; };
+
+struct Words { alignas(64) uint16_t w[32]; };
+
+// Codes are looked up by the low bits of 16-bit windows. A window starts at a byte and holds PER whole codes, which
+// shifts bring to its low end one after the other; vpermw ignores what lies above. (vpmultishiftqb would do without
+// windows, but shares its pipes with vpdpwssd.) At 8 bits bytes are looked up instead.
+template <int B> struct Width {
+  // keys: 16 bytes of a token are 8 windows
+  static constexpr int PER = B == 2 ? 8 : B <= 4 ? 4 : 2, CODES = 8 * PER, STEPS = PER, LOAD = CODES * B / 8;
+  // values: BLOCK coordinates of 2 tokens are 16 pairs of windows
+  static constexpr int PARTS = B <= 4 ? 4 : 2, BLOCK = 16 * PARTS, BLOCK_BYTES = BLOCK * B / 8;
+  static constexpr int SEGMENT = B <= 4 ? MAX_CODED_DIM : KEY_SEGMENT;
+  static constexpr bool ALIGNED = B == 2 || B == 4;  // all windows are shifted alike
+
+  static constexpr Bytes key_bytes() {
+    Bytes x{};
+    for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 16 / 2 * PER * B / 8 + i % 2);
+    return x;
+  }
+  static constexpr Words key_shift(int step) {
+    Words x{};
+    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i % 8 * PER * B % 8 + step * B);
+    return x;
+  }
+  static constexpr Bytes key_order() {  // which code of a load comes to place i
+    Bytes x{};
+    for (int i = 0; i < CODES; i++) x.b[i] = uint8_t(B == 8 ? i : i % 8 * PER + i / 8);
+    return x;
+  }
+  static constexpr Bytes value_bytes() {
+    Bytes x{};
+    for (int i = 0; i < 64; i++) {
+      const int at = B == 8 ? i / 2 : i / 4 * PARTS * B / 8 + i % 2, token = B == 8 ? i % 2 : i % 4 / 2;
+      x.b[i] = uint8_t((at < 32 ? at : 31) + token * (B == 2 ? 16 : 32));
+    }
+    return x;
+  }
+  static constexpr Words value_shift(int part) {
+    Words x{};
+    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i / 2 * PARTS * B % 8 + part * B);
+    return x;
+  }
+  static constexpr Bytes value_order() {  // where coordinate i of a block is accumulated: part · 16 + lane
+    Bytes x{};
+    for (int part = 0; part < PARTS; part++)
+      for (int lane = 0; lane < 16; lane++)
+        x.b[B == 8 ? 8 * (lane / 4) + 4 * part + lane % 4 : PARTS * lane + part] = uint8_t(part * 16 + lane);
+    return x;
+  }
+};
+
+// The level table in registers.
+template <int B> struct Table {
+  __m512i t[B == 8 ? 8 : B == 6 ? 2 : 1];
+  explicit Table(const Codec::Fixed& c) {
+    if (B == 8) {
+      uint8_t lo[256], hi[256];
+      for (int i = 0; i < 256; i++) lo[i] = uint8_t(c.level[i] & 255), hi[i] = uint8_t(uint16_t(c.level[i]) >> 8);
+      for (int i = 0; i < 4; i++) t[i % 8] = load<__m512i>(lo + 64 * i), t[(i + 4) % (B == 8 ? 8 : 4)] = load<__m512i>(hi + 64 * i);
+    } else {
+      t[0] = load<__m512i>(c.level);  // codes of fewer bits repeat: what lies above them in the index does not matter
+      if (B == 6) t[B == 6] = load<__m512i>(c.level + 32);
+    }
+  }
+  INLINE __m512i look_up(const Table& x, __m512i i) {
+    if constexpr (B == 6) return _mm512_permutex2var_epi16(x.t[0], i, x.t[1]);
+    else return _mm512_permutexvar_epi16(i, x.t[0]);
+  }
+  INLINE void look_up_bytes(const Table& x, __m512i i, __m512i* low, __m512i* high) {  // B = 8
+    const __mmask64 upper = _mm512_movepi8_mask(i);
+    const __m512i l = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(x.t[0], i, x.t[1]), upper, _mm512_permutex2var_epi8(x.t[2], i, x.t[3]));
+    const __m512i h = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(x.t[4], i, x.t[5]), upper, _mm512_permutex2var_epi8(x.t[6], i, x.t[7]));
+    *low = _mm512_unpacklo_epi8(l, h), *high = _mm512_unpackhi_epi8(l, h);
+  }
+};
+
+template <int B> void prepare_keys(Work& w) {
+  typedef Width<B> W;
+  static constexpr Bytes order = W::key_order();
+  fix_queries<4, 8>(w, order.b, W::CODES, round_up(w.dk, W::CODES), W::SEGMENT);
+}
+
+INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 tokens
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + stride), 1);
+  p += 2 * stride;
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + stride), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// Sums of R rows with 4·N tokens from p on, 4 partial sums a token
+template <int B, int R, int N>
+INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64_t stride, int64_t loads,
+                const uint8_t* ahead, int64_t ahead_lines, __m512 (*out)[4], int at) {
+  typedef Width<B> W;
+  static constexpr Bytes bytes = W::key_bytes();
+  __m512i acc[R][N];
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
+  for (int64_t l = 0; l < loads; l++) {
+    if (W::SEGMENT < MAX_CODED_DIM && l && l % (W::SEGMENT / W::CODES) == 0)  // to float32 before int32 could overflow
+      UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) {
+        const __m512 sum = _mm512_cvtepi32_ps(acc[r][n]);
+        out[r][at + n] = l == W::SEGMENT / W::CODES ? sum : _mm512_add_ps(out[r][at + n], sum);
+        acc[r][n] = _mm512_setzero_si512();
+      }
+    for (int64_t i = 0; i < ahead_lines; i++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_NTA);
+    __m512i z[N];
+    UNROLL for (int n = 0; n < N; n++) {
+      z[n] = load_rows(p + l * W::LOAD + 4 * n * stride, stride);
+      if constexpr (!W::ALIGNED && B != 8) z[n] = _mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b));
+    }
+    UNROLL for (int s = 0; s < W::STEPS; s++) {
+      __m512i v[N];
+      UNROLL for (int n = 0; n < N; n++) {
+        if constexpr (B == 8) {
+          __m512i low, high;
+          Table<B>::look_up_bytes(table, z[n], &low, &high);
+          v[n] = s ? high : low;
+        } else if constexpr (W::ALIGNED) {
+          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], B * s) : z[n]);
+        } else {
+          const Words shift = W::key_shift(s);
+          v[n] = Table<B>::look_up(table, _mm512_srlv_epi16(z[n], load<__m512i>(shift.w)));
+        }
+      }
+      UNROLL for (int r = 0; r < R; r++) {
+        const __m512i x = load<__m512i>(q + ((l * W::STEPS + s) * R + r) * 32);
+        UNROLL for (int n = 0; n < N; n++) acc[r][n] = dp(acc[r][n], v[n], x);
+      }
+    }
+  }
+  const bool first = W::SEGMENT == MAX_CODED_DIM || loads <= W::SEGMENT / W::CODES;
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) {
+    const __m512 sum = _mm512_cvtepi32_ps(acc[r][n]);
+    out[r][at + n] = first ? sum : _mm512_add_ps(out[r][at + n], sum);
+  }
+}
+
+// s of R rows with 16 tokens
+template <int B, int R>
+INLINE void score16(const Work& w, const Table<B>& table, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
+                    int64_t loads, const uint8_t* ahead, int64_t ahead_lines, const float* ks, float* s) {
+  constexpr int N = R <= 4 ? 4 : 2;
+  __m512 f[R][4];
+  UNROLL for (int n = 0; n < 4; n += N)
+    dot<B, R, N>(table, q, p + 4 * n * stride, stride, loads, ahead + n / N * loads * ahead_lines * 64, ahead_lines, f, n);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  UNROLL for (int r = 0; r < R; r++) {
+    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(f[r][0], f[r][1]), _mm512_unpackhi_ps(f[r][0], f[r][1]));
+    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(f[r][2], f[r][3]), _mm512_unpackhi_ps(f[r][2], f[r][3]));
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    const __m512 sum = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+    const __m512 dots = _mm512_mul_ps(_mm512_permutexvar_ps(order, sum), _mm512_set1_ps(w.q_unit[row + r]));
+    _mm512_storeu_ps(s + r * TILE, _mm512_fmadd_ps(dots, _mm512_loadu_ps(ks), _mm512_set1_ps(w.shift[row + r])));
+  }
+}
+
+template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, const Table<B>& table) {
+  typedef Width<B> W;
+  const int64_t loads = (w.dk + W::CODES - 1) / W::CODES;
+  const int16_t* q = w.q16 + row * loads * W::CODES * 4;
+  // while the keys are scored, the values of the same tokens come into the cache
+  constexpr int PASSES = R <= 4 ? 1 : 2;
+  const int64_t lines = row ? 0 : (16 * t.v_stride / 64 + loads * PASSES - 1) / (loads * PASSES);
+  int i = 0;
+  for (; i + 16 <= t.n; i += 16)
+    score16<B, R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, t.v + i * t.v_stride, lines, t.ks + i, w.s + row * TILE + i);
+  if (i < t.n) {
+    alignas(64) uint8_t rest[16 * MAX_CODED_DIM + 64];
+    const int64_t bytes = w.key.row_bytes;
+    for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
+    memset(rest + (t.n - i) * bytes, 0, (16 - t.n + i) * bytes + 64);
+    score16<B, R>(w, table, row, q, rest, bytes, loads, rest, 0, t.ks + i, w.s + row * TILE + i);
+  }
+}
+
+#define EACH_ROW_COUNT(call) \
+  switch (rows) {            \
+    case 1: call(1); break;  \
+    case 2: call(2); break;  \
+    case 3: call(3); break;  \
+    case 4: call(4); break;  \
+    case 5: call(5); break;  \
+    case 6: call(6); break;  \
+    case 7: call(7); break;  \
+    default: call(8);        \
+  }
+
+template <int B> void fast_scores(Work& w, const Tile& t) {
+  const Table<B> table(w.key.keys);
+  for (int64_t row = 0; row < w.rows; row += 8) {
+    const int64_t rows = w.rows - row;
+#define CALL(R) score_rows<B, R>(w, t, row, table)
+    EACH_ROW_COUNT(CALL)
+#undef CALL
+  }
+}
+
+template <int B> INLINE __m512i load_pair(const uint8_t* a, const uint8_t* b, bool whole) {
+  static constexpr Bytes bytes = Width<B>::value_bytes();
+  __m512i z;
+  if constexpr (B == 2)
+    z = _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(a)), load<__m128i>(b), 1));
+  else if (whole) z = _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(a)), load<__m256i>(b), 1);
+  else z = _mm512_inserti64x4(_mm512_zextsi128_si512(load<__m128i>(a)), _mm256_zextsi128_si256(load<__m128i>(b)), 1);
+  return _mm512_permutexvar_epi8(load<__m512i>(bytes.b), z);
+}
+
+// acc of R rows for one block of coordinates, parts [FROM, FROM + N). `whole`: the block has more than 16 bytes.
+template <int B, int R, int FROM, int N>
+INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64_t row, int64_t block, bool whole,
+                      const uint8_t* ahead, int64_t ahead_lines) {
+  typedef Width<B> W;
+  const uint8_t* p = t.v + block * W::BLOCK_BYTES;
+  const int32_t* weights = (const int32_t*)(w.w16 + row * TILE);
+  __m512i acc[R][N];
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
+  const int64_t stride = t.v_stride;
+  const int n_tokens = t.n;
+  for (int i = 0; i < n_tokens; i += 2, p += 2 * stride) {
+    for (int64_t l = 0; l < ahead_lines; l++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_NTA);
+    const __m512i z = load_pair<B>(p, i + 1 < n_tokens ? p + stride : p, whole);
+    __m512i v[N];
+    if constexpr (B == 8) {
+      __m512i low, high;
+      Table<B>::look_up_bytes(table, z, &low, &high);
+      UNROLL for (int n = 0; n < N; n++) v[n] = FROM + n ? high : low;
+    } else {
+      UNROLL for (int n = 0; n < N; n++) {
+        if constexpr (W::ALIGNED) {
+          v[n] = Table<B>::look_up(table, FROM + n ? _mm512_srli_epi16(z, B * (FROM + n)) : z);
+        } else {
+          const Words shift = W::value_shift(FROM + n);
+          v[n] = Table<B>::look_up(table, _mm512_srlv_epi16(z, load<__m512i>(shift.w)));
+        }
+      }
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+      const __m512i x = _mm512_set1_epi32(weights[r * (TILE / 2) + unsigned(i) / 2]);
+      UNROLL for (int n = 0; n < N; n++) acc[r][n] = dp(acc[r][n], v[n], x);
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++) {
+    const __m512 correction = _mm512_set1_ps(w.correction[row + r]), unit = _mm512_set1_ps(w.w_unit[row + r]);
+    UNROLL for (int n = 0; n < N; n++) {
+      float* o = w.acc + (row + r) * w.v_pad + block * W::BLOCK + (FROM + n) * 16;
+      const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(o), correction);
+      _mm512_storeu_ps(o, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][n]), unit, old));
+    }
+  }
+}
+
+template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const Table<B>& table) {
+  typedef Width<B> W;
+  const int64_t blocks = (w.dv + W::BLOCK - 1) / W::BLOCK;
+  // meanwhile the next keys come into the cache
+  const int64_t lines = row ? 0 : (2 * w.key.row_bytes + 64 * blocks - 1) / (64 * blocks);
+  for (int64_t b = 0; b < blocks; b++) {
+    const bool whole = w.value.row_bytes - b * W::BLOCK_BYTES > 16;
+    const uint8_t* ahead = t.next_k + b * lines * 64 * ((t.n + 1) / 2);
+    if constexpr (W::PARTS == 2 || R <= 5) {
+      add_block<B, R, 0, W::PARTS>(w, table, t, row, b, whole, ahead, lines);
+    } else {
+      add_block<B, R, 0, 2>(w, table, t, row, b, whole, ahead, lines);
+      add_block<B, R, 2, 2>(w, table, t, row, b, whole, ahead, 0);
+    }
+  }
+}
+
+template <int B> void fast_accumulate(Work& w, const Tile& t) {
+  const Table<B> table(w.value.values);
+  fix_weights(w, t);
+  for (int64_t row = 0; row < w.rows; row += 8) {
+    const int64_t rows = w.rows - row;
+#define CALL(R) add_rows<B, R>(w, t, row, table)
+    EACH_ROW_COUNT(CALL)
+#undef CALL
+  }
+}
+
+template <int B> void fast_finish(Work& w, float* out, int64_t stride) {
+  typedef Width<B> W;
+  static constexpr Bytes order = W::value_order();
+  for (int64_t r = 0; r < w.rows; r++)
+    for (int64_t d = 0; d < w.dv; d += W::BLOCK) {
+      const int64_t n = w.dv - d < W::BLOCK ? w.dv - d : W::BLOCK;
+      for (int64_t i = 0; i < n; i++) out[r * stride + d + i] = w.acc[r * w.v_pad + d + order.b[i]];
+    }
+}
+
+const KeyKernel* fast_key(const Codec& c) {
+#define KERNEL(B) case B: { static const KeyKernel k = {prepare_keys<B>, fast_scores<B>}; return &k; }
+  switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
+#undef KERNEL
+  return nullptr;
+}
+const ValueKernel* fast_value(const Codec& c) {
+#define KERNEL(B) case B: { static const ValueKernel k = {nullptr, fast_accumulate<B>, fast_finish<B>}; return &k; }
+  switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
+#undef KERNEL
+  return nullptr;
+}
+
+}  // namespace

@@ -1,0 +1,83 @@
+// What the kernels with int16 arithmetic share: queries and weights as int16 with a factor per row, so scaled that no
+// int32 sum can overflow. Levels are int16 in units of Codec::unit.
+#pragma once
+#include "work.hpp"
+
+namespace {
+
+constexpr float INT_LIMIT = 2.147e9f;
+
+INLINE void store_int16(int16_t* to, vf x) {  // rounded
+#if defined(__AVX512F__)
+  store(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)x)));
+#elif defined(__AVX2__)
+  const __m256i y = _mm256_cvtps_epi32((__m256)x);
+  store(to, _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+#else
+  for (int i = 0; i < VL; i++) to[i] = int16_t(lrintf(x[i]));
+#endif
+}
+
+// Place i of a query gets coordinate order[i % codes] of its codes. Within `segment` places, those with equal (i % 8) / 2
+// are added up in one int32. A block of up to BLOCK rows is [places / 8][rows of the block][COPIES][8]: instructions that
+// repeat 16 bytes of memory cost more than the memory.
+template <int COPIES, int BLOCK>
+inline void fix_queries(Work& w, const uint8_t* order, int64_t codes, int64_t places, int64_t segment) {
+  const Codec::Fixed& fixed = w.key.keys;
+  const float room = INT_LIMIT / float(fixed.most) - float(segment < places ? segment : places) / 8 - 2;
+  alignas(64) float x[MAX_CODED_DIM];
+  alignas(64) int16_t y[MAX_CODED_DIM];
+  w.score_error = 0;
+  for (int64_t r = 0; r < w.rows; r++) {
+    const float* q = w.q + r * w.k_pad;  // zeros beyond dim
+    for (int64_t i = 0; i < places; i += codes)
+      for (int64_t j = 0; j < codes; j++) x[i + j] = q[i + order[j]];
+    vf most = {}, check = {}, squares = {};
+    float sum = 0;
+    for (int64_t from = 0; from < places; from += segment) {
+      const int64_t to = places - from < segment ? places : from + segment;
+      alignas(64) float part[16] = {};
+      for (int64_t i = from; i < to; i += 8)
+        for (int j = 0; j < 8; j++) part[j] += fabsf(x[i + j]);
+      for (int j = 0; j < 8; j += 2) sum = part[j] + part[j + 1] > sum ? part[j] + part[j + 1] : sum;
+    }
+    for (int64_t i = 0; i < places; i += VL) {
+      const vf v = load<vf>(x + i);
+      most = vmax(vabs(v), most), check += v * 0.f, squares += v * v;
+    }
+    const float peak = largest(most);
+    float factor = sum > 0 ? room / sum : 0;
+    if (peak > 0 && 32766.f / peak < factor) factor = 32766.f / peak;
+    if (!all_finite(check) || !(factor < 3e38f)) factor = 0;
+    w.q_unit[r] = !all_finite(check) ? NAN : factor > 0 ? fixed.unit / factor : 0;
+    for (int64_t i = 0; i < places; i += VL) store_int16(y + i, load<vf>(x + i) * factor);
+    const int64_t block = r / BLOCK * BLOCK, rows = w.rows - block < BLOCK ? w.rows - block : BLOCK;
+    int16_t* to = w.q16 + (block * places + (r - block) * 8) * COPIES;
+    for (int64_t i = 0; i < places; i += 8)
+      for (int c = 0; c < COPIES; c++) memcpy(to + i * rows * COPIES + 8 * c, y + i, 16);
+    // rounding errors are evenly distributed: 1/√12 of a unit, of the levels and of the query
+    const float levels = fixed.exact ? 0 : fixed.unit * fixed.unit * ::sum(squares);
+    const float queries = factor > 0 ? float(w.dk) / (factor * factor) : 0;
+    const float error = sqrtf((levels + queries) / 12);
+    w.score_error = error > w.score_error ? error : w.score_error;
+  }
+}
+
+// Weights s[r][t] as int16 pairs w16[r][t], zero beyond n, and w_unit.
+inline void fix_weights(Work& w, const Tile& t) {
+  const int full = int(round_up(t.n, VL));
+  const float room = INT_LIMIT / float(w.value.values.most) - float(TILE) / 2 - 2;
+  for (int64_t r = 0; r < w.rows; r++) {
+    const float* s = w.s + r * TILE;
+    float factor = w.w_most[r] > 0 ? 32766.f / w.w_most[r] : 0;
+    const float bound = w.w_most[r] > 0 ? room / w.w_sum[r] : 0;
+    factor = bound < factor ? bound : factor;
+    if (!(factor < 3e38f)) factor = 0;  // weights below the range of float32
+    w.w_unit[r] = factor > 0 ? w.value.values.unit / factor : 0;
+    int16_t* to = w.w16 + r * TILE;
+    for (int i = 0; i < full; i += VL) store_int16(to + i, load<vf>(s + i) * factor);
+    to[t.n] = 0;  // a pair may have one token only
+  }
+}
+
+}  // namespace

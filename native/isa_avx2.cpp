@@ -1,0 +1,19 @@
+// AVX2, FMA and F16C (Haswell, Zen and later).
+#include <immintrin.h>
+
+#include <new>
+
+#include "simd.hpp"
+#include "attend.hpp"
+#include "encode.hpp"
+#include "fast_avx2.hpp"
+
+namespace {
+bool supported() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+}
+}  // namespace
+
+const aura::Isa aura::isa_avx2 = {"avx2",       supported,    attend_piece, finish_group, encode_range,
+                                  append_range, decode_range, scores_range, values_range};

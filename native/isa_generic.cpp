@@ -1,0 +1,14 @@
+// Portable C++: any processor. Also what checks the other instruction sets.
+#include <new>
+
+#include "simd.hpp"
+#include "attend.hpp"
+#include "encode.hpp"
+
+namespace {
+const KeyKernel* fast_key(const Codec&) { return nullptr; }
+const ValueKernel* fast_value(const Codec&) { return nullptr; }
+}  // namespace
+
+const aura::Isa aura::isa_generic = {"generic",    [] { return true; }, attend_piece, finish_group, encode_range,
+                                     append_range, decode_range,        scores_range, values_range};

@@ -1,0 +1,164 @@
+// The state of one unit of attention work (rows of queries x a piece of the keys) and the tiles it walks over.
+#pragma once
+#include "rotate.hpp"
+
+namespace {
+
+// Up to TILE tokens whose rows lie at equal distances. Kernels may read 16 bytes past a row of codes: pages have their
+// scales there, staged copies spare bytes.
+struct Tile {
+  const uint8_t *k, *v;
+  int64_t k_stride, v_stride;     // bytes between rows
+  int64_t pos;                    // of the first token
+  int n;
+  const uint8_t* next_k;          // for prefetching
+  alignas(64) float ks[TILE], vs[TILE];  // scales (1 at 16 bits); NaN marks a damaged vector
+};
+
+struct Work;
+struct KeyKernel {
+  void (*prepare)(Work&);                // from q
+  void (*scores)(Work&, const Tile&);    // s[row][t] = q·k · ks[t] + shift[row]
+};
+struct ValueKernel {
+  void (*load)(Work&, Tile&);            // before the softmax: may find damaged vectors; null: nothing to do
+  void (*accumulate)(Work&, const Tile&);  // acc = acc · correction + Σ s[row][t] · v
+  void (*finish)(Work&, float* out, int64_t stride);  // acc in natural order
+};
+
+struct Work {
+  const Attend& a;
+  const Group& g;
+  const Codec &key, &value;
+  int64_t rows, group, dk, dv, k_pad, v_pad;
+  float *q, *s, *acc, *kt, *values, *buffer;
+  // [rows][k_pad], [rows][TILE], [rows][v_pad], [k_pad][TILE], [TILE][v_pad], [16][k_pad]
+  int16_t *q16, *w16;                // 4 copies of [rows][k_pad], and [rows][TILE], for kernels with int16 arithmetic
+  uint8_t *stage_k, *stage_v;
+  alignas(64) vf sums[ROWS];
+  float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS], q_unit[ROWS];
+  float w_unit[ROWS], w_most[ROWS], w_sum[ROWS];  // of the weights of a tile: factor, largest, sum of magnitudes
+  float score_error = 0;  // expected rounding error of a score of a key of scale 1, in int16 arithmetic
+  int64_t position[ROWS];
+  bool bad_score[ROWS], bad_value[ROWS];
+
+  Work(const Attend& a, const Group& g)
+      : a(a), g(g), key(a.pages ? *a.pages->key : *a.dense->key), value(a.pages ? *a.pages->value : *a.dense->value) {
+    rows = g.rows, group = a.heads / (a.pages ? a.pages->kv_heads : a.dense->kv_heads);
+    dk = key.dim, dv = value.dim, k_pad = round_up(dk, 64), v_pad = round_up(dv, 64);
+  }
+  void carve(Arena& m) {
+    q = m.take<float>(rows * k_pad);
+    s = m.take<float>(rows * TILE);
+    acc = m.take<float>(rows * v_pad);
+    kt = m.take<float>(k_pad * TILE);
+    values = m.take<float>(TILE * v_pad);
+    buffer = m.take<float>(16 * k_pad);
+    q16 = m.take<int16_t>(rows * k_pad * 4);
+    w16 = m.take<int16_t>(round_up(rows, 8) * TILE);
+    stage_k = m.take<uint8_t>(TILE * key.row_bytes + 64);
+    stage_v = m.take<uint8_t>(TILE * value.row_bytes + 64);
+  }
+  int64_t token(int64_t row) const { return a.starts[g.seq] + (g.first + row) / group; }
+  int64_t head(int64_t row) const { return g.kv_head * group + (g.first + row) % group; }
+};
+
+// The queries as rotated float32, times the factor of the scores, and what the key offset adds to their scores.
+inline void load_queries(Work& w) {
+  const Attend& a = w.a;
+  const float factor = float(a.scale) * (a.softcap > 0 ? 1.f : LOG2E);
+  const float* offset = a.pages && a.pages->key_offset ? a.pages->key_offset + w.g.kv_head * w.dk : nullptr;
+  for (int64_t r = 0; r < w.rows; r++) {
+    float* q = w.q + r * w.k_pad;
+    const int64_t at = w.token(r) * a.q_token + w.head(r) * a.q_head;
+    load_floats((const char*)a.q + at * size_of(a.dtype), a.dtype, w.dk, q);
+    for (int64_t d = 0; d < w.dk; d++) q[d] *= factor;
+    float shift = 0;
+    if (offset) for (int64_t d = 0; d < w.dk; d++) shift += q[d] * offset[d];
+    w.shift[r] = shift;
+    w.position[r] = a.ends[w.g.seq] - a.starts[w.g.seq + 1] + w.token(r);
+  }
+  rotate_rows(w.key, w.q, w.k_pad, w.rows, false);
+  for (int64_t r = 0; r < w.rows; r++)
+    for (int64_t d = w.dk; d < w.k_pad; d++) w.q[r * w.k_pad + d] = 0;
+}
+
+// Where the token at a position lies and how many follow it without a gap.
+struct Run { const uint8_t *k, *v, *k_scale, *v_scale; int64_t left; };
+
+INLINE Run locate(const Work& w, int64_t pos) {
+  const Group& g = w.g;
+  if (!w.a.pages) {
+    const Dense& d = *w.a.dense;
+    const int64_t row = pos + d.starts[g.seq + 1] - w.a.ends[g.seq];
+    const int64_t ks = size_of(w.key.dtype), vs = size_of(w.value.dtype);
+    return {d.k + (row * d.k_token + g.kv_head * d.k_head) * ks, d.v + (row * d.v_token + g.kv_head * d.v_head) * vs,
+            nullptr, nullptr, INT64_MAX};
+  }
+  const Pages& p = *w.a.pages;
+  int64_t page = pos / p.page_size;
+  const int64_t row = pos - page * p.page_size;
+  if (page >= p.pinned && page >= p.width) {
+    const int64_t turn = p.width > p.pinned ? p.width - p.pinned : 1;
+    page = p.pinned + (page - p.pinned) % turn;
+  }
+  const int64_t index = page < p.width ? p.table[g.seq * p.width + page] : -1;
+  if (index < 0 || index >= p.num_pages) return {nullptr, nullptr, nullptr, nullptr, p.page_size - row};
+  const uint8_t* piece = p.data + (index * p.kv_heads + g.kv_head) * p.head_bytes;
+  return {piece + row * w.key.row_bytes, piece + p.value_codes + row * w.value.row_bytes,
+          piece + p.key_scales + row * w.key.scale_bytes, piece + p.value_scales + row * w.value.scale_bytes,
+          p.page_size - row};
+}
+
+INLINE void load_scales(const Codec& c, const uint8_t* from, bool missing, int n, float* out) {
+  if (missing) for (int i = 0; i < n; i++) out[i] = NAN;
+  else if (c.bits == 16) for (int i = 0; i < n; i++) out[i] = 1.f;
+  else load_floats(from, c.dtype, n, out);
+}
+
+// Brings the scales of a tile into the cache one tile ahead: they lie apart from its codes.
+INLINE void prefetch_scales(const Work& w, const Run& run) {
+  for (int64_t i = 0; i < TILE * w.key.scale_bytes; i += 64) __builtin_prefetch(run.k_scale + i);
+  for (int64_t i = 0; i < TILE * w.value.scale_bytes; i += 64) __builtin_prefetch(run.v_scale + i);
+}
+
+// The next tile from `pos` on, at most `left` tokens. Small pages are copied together; a missing page reads as damaged.
+inline void fetch(Work& w, Tile& t, int64_t pos, int64_t left) {
+  const int64_t limit = left < TILE ? left : TILE;
+  Run run = locate(w, pos);
+  t.pos = pos;
+  t.k_stride = w.a.pages ? w.key.row_bytes : w.a.dense->k_token * size_of(w.key.dtype);
+  t.v_stride = w.a.pages ? w.value.row_bytes : w.a.dense->v_token * size_of(w.value.dtype);
+  if (run.k && (run.left >= 32 || run.left >= limit)) {
+    t.n = int(run.left < limit ? run.left : limit), t.k = run.k, t.v = run.v;
+    load_scales(w.key, run.k_scale, false, t.n, t.ks);
+    load_scales(w.value, run.v_scale, false, t.n, t.vs);
+    t.next_k = run.k;
+    if (left > t.n) {
+      const int64_t n = t.n;
+      if (n < run.left)
+        run = {run.k + n * t.k_stride, run.v, run.k_scale + n * w.key.scale_bytes, run.v_scale + n * w.value.scale_bytes, 0};
+      else
+        run = locate(w, pos + n);
+      if (run.k) t.next_k = run.k, prefetch_scales(w, run);
+    }
+    return;
+  }
+  int64_t n = 0;
+  while (true) {
+    const int64_t take = run.left < limit - n ? run.left : limit - n;
+    uint8_t *k = w.stage_k + n * w.key.row_bytes, *v = w.stage_v + n * w.value.row_bytes;
+    if (run.k) memcpy(k, run.k, take * w.key.row_bytes), memcpy(v, run.v, take * w.value.row_bytes);
+    else memset(k, 0, take * w.key.row_bytes), memset(v, 0, take * w.value.row_bytes);
+    load_scales(w.key, run.k_scale, !run.k, int(take), t.ks + n);
+    load_scales(w.value, run.v_scale, !run.k, int(take), t.vs + n);
+    n += take;
+    if (n == limit || n >= TILE / 2) break;
+    run = locate(w, pos + n);
+  }
+  t.n = int(n), t.k = w.stage_k, t.v = w.stage_v;
+  t.next_k = left > n ? locate(w, pos + n).k : nullptr;
+  if (!t.next_k) t.next_k = t.k;
+}
+
+}  // namespace

@@ -1,0 +1,193 @@
+"""The native backend: accuracy, threads, fork, memory bounds and what it says when it cannot run."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import native_fuzz
+import pytest
+import torch
+
+import aurakv as kv
+from aurakv.backends import native
+from aurakv.pages import Pages
+
+NAMES = [name for name in native.backends if kv.why_not(name) is None]
+BITS = (2, 3, 4, 5, 6, 8)
+
+pytestmark = pytest.mark.skipif(kv.why_not("native") is not None, reason="the native library is not built")
+
+
+@pytest.fixture
+def threads():
+    """Set torch's thread count; put back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def filled(format: str, tokens: int, dim: int = 128, kv_heads: int = 2, spread: float = 0.0) -> kv.KVCache:
+    cache = kv.KVCache.contiguous(kv.Format.parse(format, dim), 1, kv_heads, capacity=tokens)
+    norm = torch.exp(spread * torch.randn(2, tokens, kv_heads, 1))
+    k, v = torch.randn(2, tokens, kv_heads, dim) * norm
+    cache.append(k, v, [0, tokens])
+    return cache
+
+
+def filled_keys(pages: Pages) -> kv.Codes:
+    return pages.stored(0, torch.arange(int(pages.lengths[0])))[0]
+
+
+def relative_error(q: torch.Tensor, pages: Pages, scoring: kv.Scoring, name: str, precision: str) -> float:
+    got = kv.attend(q, pages, scoring=scoring, backend=name, precision=precision).out.double()
+    truth = kv.attend(q.double(), pages, scoring=scoring, backend="reference").out
+    return ((got - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", BITS)
+def test_accuracy(name, bits):
+    torch.manual_seed(bits)
+    pages = filled(f"k{bits}v{bits}", 3000, spread=0.5).pages
+    q = torch.randn(1, 8, 128)
+    assert relative_error(q, pages, kv.Scoring(), name, "fast") <= 3e-4
+    assert relative_error(q, pages, kv.Scoring(), name, "exact") <= 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", BITS)
+def test_accuracy_in_the_worst_case(name, bits):
+    """Scores of standard deviation 40, log-normal norms, outliers in the query."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        pages = filled(f"k{bits}v{bits}", 2000, spread=1.0).pages
+        q = torch.randn(1, 8, 128)
+        q[..., torch.randperm(128)[:3]] *= 30
+        scale = 40 / kv.scores(q, filled_keys(pages), pages.format.key).std().item()
+        assert relative_error(q, pages, kv.Scoring(scale=scale), name, "fast") <= 2e-3
+        # scores of 200 are themselves known to 1e-5 in float32
+        assert relative_error(q, pages, kv.Scoring(scale=scale), name, "exact") <= 3e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_do_not_depend_on_threads(name, threads, monkeypatch):
+    cache = filled("k4v3", 9000)
+    one, many = torch.randn(1, 8, 128), torch.randn(70, 8, 128)
+    x = torch.randn(3000, 2, 128)
+
+    def results() -> list[torch.Tensor]:
+        decode, extend = kv.attend(one, cache.pages, backend=name), kv.attend(many, cache.pages, [0, 70], backend=name)
+        return [*decode, *extend, *kv.encode(x, cache.format.key, backend=name)]
+
+    threads(1)
+    expected = results()
+    for count in (2, 3, 4):
+        threads(count)
+        assert all(map(torch.equal, expected, results()))
+    monkeypatch.setattr(native, "_pool", lambda: 0)  # as with a torch that does not lend its threads
+    assert all(map(torch.equal, expected, results()))
+
+
+def test_several_python_threads(threads):
+    threads(2)
+    cache = filled("k4v4", 5000)
+    q = [torch.randn(1, 8, 128) for _ in range(16)]
+    expected = [kv.attend(x, cache.pages).out for x in q]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert all(map(torch.equal, expected, pool.map(lambda x: kv.attend(x, cache.pages).out, q)))
+
+
+def _child(cache, q, queue):
+    queue.put(kv.attend(q, cache.pages).out.tolist())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_fork(threads):
+    """A child of a process whose threads have run computes the same and does not hang."""
+    threads(2)
+    cache, q = filled("k4v4", 20000), torch.randn(1, 8, 128)
+    expected = kv.attend(q, cache.pages).out
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(cache, q, queue))
+    child.start()
+    got = queue.get(timeout=60)
+    child.join(timeout=60)
+    assert torch.equal(torch.tensor(got), expected)
+    assert torch.equal(kv.attend(q, cache.pages).out, expected)
+
+
+def _before_a_guard(size: int) -> torch.Tensor:
+    """Bytes that end where memory that must not be touched begins."""
+    step = mmap.PAGESIZE
+    whole = -(-size // step) * step
+    area = mmap.mmap(-1, whole + step)
+    memory = torch.frombuffer(area, dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(memory.data_ptr() + whole), step, 0) == 0
+    return memory[whole - size : whole]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_ANONYMOUS"), reason="needs mprotect")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize("bits", [*BITS, 16])
+def test_reads_stay_inside_the_pages(name, bits, dim):
+    format = kv.Format.parse(f"k{bits}v{bits}", dim)
+    for page_size in (1, 5, 33):
+        size = format.layout(page_size).bytes
+        data = _before_a_guard(3 * size).view(3, 1, size)
+        table, zeros = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        pages = Pages(format, page_size, data, table, zeros.clone(), zeros)
+        for length in range(1, 3 * page_size + 1, max(1, page_size // 2)):
+            pages.lengths.zero_()
+            kv.append(pages, torch.randn(length, 1, dim), torch.randn(length, 1, dim), [0, length], backend=name)
+            q = torch.randn(1, 5, dim)
+            got, truth = (kv.attend(q, pages, backend=b).out for b in (name, "reference"))
+            torch.testing.assert_close(got, truth, rtol=2e-3, atol=2e-3)
+
+
+def test_float64_is_computed_in_float32():
+    cache = filled("k4v4", 100)
+    q = torch.randn(1, 4, 128, dtype=torch.float64)
+    part = kv.attend(q, cache.pages, backend="native")
+    assert part.out.dtype == part.lse.dtype == torch.float64
+    truth = kv.attend(q, cache.pages, backend="reference")
+    torch.testing.assert_close(part.out, truth.out, rtol=1e-5, atol=1e-5)
+
+
+def test_a_page_that_is_not_there_damages():
+    """A length beyond the pages of a table never becomes a number."""
+    cache = filled("k4v4", 64, kv_heads=1)
+    pages = cache.pages
+    pages.table.fill_(-1)
+    for name in NAMES:
+        part = kv.attend(torch.randn(1, 2, 128), pages, backend=name)
+        assert part.out.isnan().all()
+        assert part.lse.isnan().all()
+
+
+def test_why_not(monkeypatch):
+    assert "on the CPU" in str(kv.why_not("native", device="cuda"))
+    assert kv.backends.select(None, None, torch.device("cpu")).name == "native"
+    with pytest.raises(kv.InputError, match="native-generic"):
+        kv.why_not("native-sse")
+    monkeypatch.setattr(native, "_library", lambda: "there is no library")
+    assert native.Native().why_not(None, torch.device("cpu")) == "there is no library"
+
+
+def test_without_a_library(monkeypatch):
+    monkeypatch.setattr(native, "_LIBRARY", "_other.so")
+    assert "compiler" in str(native._library.__wrapped__())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_cases(name):
+    for seed in range(80):
+        native_fuzz.check(1_000_000 + seed, name)
