@@ -11,8 +11,8 @@ from torch import Tensor
 class _Chunk(NamedTuple):
     """Consecutive columns. Chunks without padding have no tensor and grow, so a generation has few chunks."""
 
-    count: int
-    real: Tensor | None  # [seqs, count] bool on the host; None: all are real
+    width: int
+    real: Tensor | None  # [seqs, width] bool on the host; None: all are real
 
 
 class Columns:
@@ -26,7 +26,7 @@ class Columns:
 
     def add(self, count: int, real: Tensor | None) -> None:
         if real is None and self._chunks and self._chunks[-1].real is None:
-            self._chunks[-1] = _Chunk(self._chunks[-1].count + count, None)
+            self._chunks[-1] = _Chunk(self._chunks[-1].width + count, None)
         else:
             self._chunks.append(_Chunk(count, real))
         self.total += count

@@ -58,8 +58,8 @@ class Shared:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                "the attention function of this model is not 'aurakv', so the compressed cache is decoded at every step:"
-                " right results, but slow; use aurakv.hf.attach(model) or model.set_attn_implementation('aurakv')",
+                "the attention function of this model is not 'aurakv', so the compressed cache is decoded at every step"
+                " (right results, but slow): use aurakv.hf.attach(model) or model.set_attn_implementation('aurakv')",
                 stacklevel=2,
             )
 
@@ -131,13 +131,13 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last −n columns; a positive number is the count of columns to keep."""
-        total = self.columns.total
-        remove = max(0, total - tokens_to_remove) if tokens_to_remove > 0 else min(-tokens_to_remove, total)
+        count, total = int(tokens_to_remove), self.columns.total  # some versions pass a tensor
+        remove = max(0, total - count) if count > 0 else min(-count, total)
         if self.cache is None or not remove:
             return
         columns, lengths = self.columns.copy(), self.cache.lengths
-        for seq, count in enumerate(columns.crop(remove)):
-            self.cache.truncate(seq, lengths[seq] - count)
+        for seq, removed in enumerate(columns.crop(remove)):
+            self.cache.truncate(seq, lengths[seq] - removed)
         self.columns = columns
 
     def activate_past_recording(self) -> None:
@@ -184,20 +184,20 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         cache = self._ready(k, v)
         seqs, heads, count, _ = q.shape
         real = self.shared.real(reach, self, count)
-        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [seqs · t, heads, dim]
-        precision = self.options.precision
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [seqs · t, heads, dim]
         if real is None:
-            starts = range(0, (seqs + 1) * count, count) if count else [0] * (seqs + 1)
-            part = cache.step(*rows, starts, scoring, sink_logits=sink_logits, precision=precision)
-            out = part.out
+            starts = [seq * count for seq in range(seqs + 1)]
+            out = cache.step(q, k, v, starts, scoring, sink_logits=sink_logits, precision=self.options.precision).out
         else:
             starts = [0, *itertools.accumulate(real.sum(1).tolist())]
             at = real.flatten().nonzero().squeeze(1).to(q.device)
-            part = cache.step(*(x[at] for x in rows), starts, scoring, sink_logits=sink_logits, precision=precision)
-            out = q.new_zeros(seqs * count, heads, v.shape[3])
+            part = cache.step(
+                q[at], k[at], v[at], starts, scoring, sink_logits=sink_logits, precision=self.options.precision
+            )
+            out = q.new_zeros(seqs * count, heads, v.shape[2])
             out[at] = part.out
         self.columns.add(count, real)
-        return out.view(seqs, count, heads, v.shape[3])
+        return out.view(seqs, count, heads, v.shape[2])
 
     def decoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens, all of them real, and decode what the mask of another attention function spans.
@@ -221,8 +221,8 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             for x, old, fresh, codec in zip(dense, stored, (k, v), (cache.format.key, cache.format.value), strict=True):
                 x[seq, :, at] = old[held].transpose(0, 1)
                 x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], codec, cache.backend))
-        rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]
-        cache.append(*rows, range(0, (seqs + 1) * count, count))
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        cache.append(k, v, [seq * count for seq in range(seqs + 1)])
         self.columns.add(count, None)
         return dense[0], dense[1]
 

@@ -34,7 +34,9 @@ def slots(config: PreTrainedConfig) -> list[Slot]:
     if name in _OWN_STATE:
         raise InputError(f"{name} keeps its state inside the model and takes no KV cache, so nothing can be compressed")
     if getattr(config, "kv_lora_rank", None) is not None:
-        raise InputError(f"{name} uses multi-head latent attention, whose cache is a latent vector and no keys and values")
+        raise InputError(
+            f"{name} uses multi-head latent attention, whose cache is a latent vector and no keys and values"
+        )
     if getattr(config, "num_kv_shared_layers", None):
         raise InputError(f"{name} shares keys and values between layers, which aurakv does not serve")
     if not getattr(config, "is_causal", True):
