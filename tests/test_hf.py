@@ -549,6 +549,38 @@ def test_refused_calls():
         AuraCache(ours.config, "k4v4", backend="abacus")
 
 
+def test_caches_of_other_models():
+    ids = prompt(1, 8)
+    mistral, llama = made("mistral")[1], made("llama")[1]
+    with torch.no_grad():
+        for mask in (None, torch.ones_like(ids)):
+            with pytest.raises(kv.InputError, match="another model"):
+                llama(ids, attention_mask=mask, past_key_values=AuraCache(mistral.config))
+            with pytest.raises(kv.InputError, match="another model"):
+                mistral(ids, attention_mask=mask, past_key_values=AuraCache(llama.config))
+        small = copy.deepcopy(llama.config)
+        small.num_hidden_layers = 1
+        with pytest.raises(kv.InputError, match="a model of 1 layers"):
+            llama(ids, past_key_values=AuraCache(small))
+
+
+def test_tokens_that_nobody_looked_at_are_kept():
+    """`update` alone stores, like that of other caches."""
+    _, ours = made("gemma3")
+    k, v = torch.randn(2, 2, 2, 50, 16)
+    for layer in (0, 1):
+        cache = AuraCache(ours.config, "k16v16")
+        cache.update(k[:, :, :30], v[:, :, :30], layer)
+        assert cache.get_seq_length(layer) == 30
+        keys, values = cache.update(k[:, :, 30:], v[:, :, 30:], layer)
+        assert keys.shape == values.shape
+        with pytest.warns(UserWarning, match="not 'aurakv'"):
+            assert torch.equal(keys[:], k[:, :, -keys.shape[2] :])
+        assert torch.equal(values[:], v[:, :, -values.shape[2] :])
+        assert keys.shape[2] == (29 if layer == 0 else 50)
+        assert cache.get_seq_length(layer) == 50
+
+
 def test_registering_is_explicit():
     from transformers import AttentionInterface, AttentionMaskInterface
 

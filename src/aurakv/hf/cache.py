@@ -37,7 +37,7 @@ class AuraCache(Cache):  # type: ignore[misc]
         layers: Mapping[int, str] | None = None,
         first: int = 0,
         recent: int = 0,
-        rollback: int = 64,
+        rollback: int = 32,
         backend: str | None = None,
         precision: str = "fast",
     ) -> None:
@@ -75,6 +75,11 @@ class AuraCache(Cache):  # type: ignore[misc]
         """Tokens of each sequence, without padding."""
         cache = self.compressed[0].cache
         return [] if cache is None else cache.lengths
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx >= len(self.layers):
+            raise InputError(f"this cache was made for a model of {len(self.layers)} layers, got layer {layer_idx}")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         index = beam_idx.tolist()  # once for all layers

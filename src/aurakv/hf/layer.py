@@ -1,7 +1,8 @@
 """AuraLayer: one layer of a cache for transformers, and the handles that carry it to the attention function.
 
-`update` stores nothing. It returns handles, and whoever computes attention decides: the attention function `aurakv`
-appends the new tokens without their padding and attends on the codes; any other function sees decoded tensors.
+`update` stores nothing yet. It returns handles, and whoever computes attention decides: the attention function `aurakv`
+appends the new tokens without their padding and attends on the codes; any other function sees decoded tensors. Tokens
+that nobody looked at are appended before the layer is used again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from ..ops import decode, encode
 from ..scoring import Scoring
 from .columns import Columns
 
+FOREVER = 2**31 - 1  # the reach of tokens without a window
+
 _numbers = itertools.count()
 _live: weakref.WeakValueDictionary[int, AuraLayer] = weakref.WeakValueDictionary()
 
@@ -43,16 +46,19 @@ class Shared:
 
     def __init__(self) -> None:
         self.warned = False
-        self._read: tuple[Tensor, int, Tensor | None] | None = None
+        self._read: tuple[Tensor, int, int, Tensor | None] | None = None
 
     def real(self, reach: Tensor | None, layer: AuraLayer, count: int) -> Tensor | None:
         """Which of the new tokens [seqs, count] are real; None: all. A mask is read once for all layers."""
-        if reach is None:
-            return None
-        past = layer.columns.total
-        if self._read is None or self._read[0] is not reach or self._read[1] != past:
-            self._read = (reach, past, _read_reach(reach, layer, count))
-        return self._read[2]
+        far, real, past = FOREVER, None, layer.columns.total
+        if reach is not None:
+            if self._read is None or self._read[0] is not reach or self._read[1] != past:
+                self._read = (reach, past, *_read_reach(reach, layer, count))
+            far, real = self._read[2:]
+        if far != (layer.window or FOREVER) and far > 0:
+            asked = "all tokens" if far == FOREVER else f"a window of {far}"
+            raise InputError(f"this cache was made for another model: {layer} in a layer that attends to {asked}")
+        return real
 
     def warn(self) -> None:
         if not self.warned:
@@ -79,6 +85,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
         self.columns = Columns(0)
+        self.pending: Step | None = None
         self.token = _enrol(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AuraLayer:
@@ -113,10 +120,14 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Any]:
         step = Step(self, key_states, value_states)
+        if not torch.compiler.is_compiling():
+            self._settle()
+            self.pending = step
         return Handle(step, 0), Handle(step, 1)
 
     def get_seq_length(self) -> int:
         """Columns of the padded batch so far, padding included: what transformers counts."""
+        self._settle()
         return self.columns.total
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -127,10 +138,11 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1 if self.window is None else self.window
 
     def reset(self) -> None:
-        self.cache, self.columns, self.is_initialized = None, Columns(0), False
+        self.cache, self.columns, self.pending, self.is_initialized = None, Columns(0), None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last −n columns; a positive number is the count of columns to keep."""
+        self._settle()
         count, total = int(tokens_to_remove), self.columns.total  # some versions pass a tensor
         remove = max(0, total - count) if count > 0 else min(-count, total)
         if self.cache is None or not remove:
@@ -145,6 +157,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def select(self, index: list[int]) -> None:
         """Sequence i becomes what sequence index[i] was; codes are shared until one of two is written to."""
+        self._settle()
         if self.cache is not None:
             self.cache.reorder(index)
             self.columns.select(index)
@@ -180,6 +193,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         softcap: float | None,
     ) -> Tensor:
         """Append new tokens k, v [seqs, kv_heads, t, dim] and attend with their queries: [seqs, t, heads, dim]."""
+        self.pending = None
         scoring = Scoring(scale, window=self.window, softcap=softcap)
         cache = self._ready(k, v)
         seqs, heads, count, _ = q.shape
@@ -204,9 +218,10 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Exact tokens are those of the last query.
         """
+        self.pending = None
         self.shared.warn()
         cache = self._ready(k, v)
-        seqs, _, count, _ = k.shape
+        count = k.shape[2]
         length, offset = self.get_mask_sizes(count)
         past = self.columns.total - offset
         dense = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
@@ -221,10 +236,20 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             for x, old, fresh, codec in zip(dense, stored, (k, v), (cache.format.key, cache.format.value), strict=True):
                 x[seq, :, at] = old[held].transpose(0, 1)
                 x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], codec, cache.backend))
+        self._append(cache, k, v)
+        return dense[0], dense[1]
+
+    def _append(self, cache: KVCache, k: Tensor, v: Tensor) -> None:
+        seqs, _, count, _ = k.shape
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
         cache.append(k, v, [seq * count for seq in range(seqs + 1)])
         self.columns.add(count, None)
-        return dense[0], dense[1]
+
+    def _settle(self) -> None:
+        """Append the tokens of an update that no attention function used."""
+        if self.pending is not None:
+            step, self.pending = self.pending, None
+            self._append(self._ready(*step.new), *step.new)
 
     def _ready(self, k: Tensor, v: Tensor) -> KVCache:
         if self.cache is None:
@@ -328,7 +353,8 @@ def _enrol(layer: AuraLayer) -> Tensor:
     return torch.tensor(number)
 
 
-def _read_reach(reach: Tensor, layer: AuraLayer, count: int) -> Tensor | None:
+def _read_reach(reach: Tensor, layer: AuraLayer, count: int) -> tuple[int, Tensor | None]:
+    """How far back the new tokens are seen, and which of them are real."""
     past, columns = layer.columns.total, reach.shape[1]
     if columns != past + count:
         raise InputError(f"the attention mask must cover all {past + count} tokens, past and new, got {columns}")
@@ -341,7 +367,7 @@ def _read_reach(reach: Tensor, layer: AuraLayer, count: int) -> Tensor | None:
             f" got {read[:, 0].tolist()}"
         )
     real = read[:, 1:] > 0
-    return None if bool(real.all()) else real
+    return int(read[:, 1:].max()), None if bool(real.all()) else real
 
 
 def _round_trip(x: Tensor, codec: Codec, backend: str | None) -> Tensor:
