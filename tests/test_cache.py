@@ -1,5 +1,6 @@
 """Caches: growth, sharing, rings, exact tokens, and that the storage never changes a result."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -306,3 +307,37 @@ def test_empty_caches():
         nothing = kv.attend(rand(2, 4, 64), cache.pages, scoring=kv.Scoring(window=9))
         assert not nothing.out.any()
         assert torch.isneginf(nothing.lse).all()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "ring"])
+def test_deepcopy_is_independent(backend, device, kind):
+    """A copy has memory of its own, also for backends that remember addresses."""
+    format, exact = kv.Format.parse("k4v4", 16), kv.Exact(recent=3, dtype=torch.float32)
+    x, q = torch.randn(40, 2, 16, device=device), torch.randn(40, 4, 16, device=device)
+
+    def filled():
+        options = {"exact": exact, "backend": backend, "device": device}
+        if kind == "ring":
+            cache = kv.KVCache.ring(format, 1, 2, 10, rollback=32, **options)
+        else:
+            cache = kv.KVCache.contiguous(format, 1, 2, **options)
+        cache.step(q[:20], x[:20], x[:20], [0, 20])
+        return cache
+
+    expected = filled().step(q[20:], x[20:], x[20:], [0, 20]).out
+    original = filled()
+    clone = copy.deepcopy(original)
+    for cache in (original, clone):
+        assert torch.equal(cache.step(q[20:], x[20:], x[20:], [0, 20]).out, expected)
+
+
+def test_decode_with_the_exact_tokens_of_a_query():
+    cache = kv.KVCache.contiguous(kv.Format.parse("k2v2", 16), 1, 2, exact=kv.Exact(2, 3, torch.float32))
+    k, v = torch.randn(2, 20, 2, 16)
+    cache.append(k, v, [0, 20])
+    for x, coded, seen in zip((k, v), cache.decode(0), cache.decode(0, query=20), strict=True):
+        exact = [0, 1, 18, 19]  # the query at 20 is itself one of the three most recent
+        rest = list(range(2, 18))
+        assert torch.equal(seen[exact], x[exact])
+        assert torch.equal(seen[rest], coded[rest])
+        assert not torch.equal(coded[exact], x[exact])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class Pages:
     key_offset: Tensor | None = None  # [kv_heads, dim] float32, subtracted before rotation
     value_offset: Tensor | None = None
     trusted: bool = field(default=False, init=False, compare=False)  # a cache's own, right by construction
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy takes over: not what backends remember about these tensors, such as their addresses."""
+        return {each.name: self.__dict__[each.name] for each in fields(self)}
 
     @property
     def kv_heads(self) -> int:
