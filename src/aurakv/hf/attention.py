@@ -43,7 +43,8 @@ def mask(
     causal = allow_is_causal_skip and not use_vmap and isinstance(q_offset, int | torch.SymInt)
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
     end = kv_offset + kv_length
-    if not causal or chunked or q_offset + q_length != end:
+    partial = attention_mask is not None and attention_mask.shape[1] != end
+    if not causal or chunked or partial or q_offset + q_length != end:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -94,8 +95,8 @@ def attention(
         raise InputError("attention on compressed keys is causal and without dropout: call model.eval()")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise InputError(
-            "attention on compressed keys serves causal masks, windows and padding;"
-            " for a mask of your own use the attention function 'sdpa' or 'eager'"
+            "attention on compressed keys serves causal masks, windows and padding masks that cover all tokens,"
+            " past and new; for a mask of your own use the attention function 'sdpa' or 'eager'"
         )
     k, v = step.new
     if torch.compiler.is_compiling():
