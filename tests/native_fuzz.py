@@ -180,9 +180,10 @@ def check(seed: int, backend: str) -> None:
         options["workspace"] = torch.empty(needed + 4, dtype=torch.uint8)
     try:
         out, lse = kv.attend(q, pages, bounds, scoring, **options, backend=backend)  # type: ignore[arg-type]
-    except kv.InputError as error:  # the random window does not fit the random ring
-        assert str(error).startswith("this ring holds")
-        return
+    except kv.InputError as error:
+        if str(error).startswith("this ring holds"):  # the random window does not fit the random ring
+            return
+        raise
     options.pop("workspace", None)
     expected = kv.attend(q.double(), pages, bounds, scoring, **options, backend="reference")  # type: ignore[arg-type]
     assert out.dtype == dtype
