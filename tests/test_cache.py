@@ -189,6 +189,17 @@ def test_a_page_pool_is_shared_by_caches():
     assert a.bytes_held + b.bytes_held >= 7 * pool.data[:1].nbytes
 
 
+def test_a_dropped_cache_gives_its_pages_back():
+    pool = kv.PagePool(FMT, 10, 16, H)
+    cache, other = kv.KVCache.paged(pool, 2), kv.KVCache.paged(pool, 1)
+    cache.append(*tokens(50), [0, 50, 50])
+    cache.fork(0, 1)
+    other.append(*tokens(20), [0, 20])
+    del cache
+    assert pool.free_pages == 8
+    assert other.lengths == [20]
+
+
 def test_exact_tokens_are_exact():
     """With everything exact, attention equals attention over the vectors themselves."""
     k, v = tokens(40)
@@ -248,7 +259,7 @@ def test_exact_tokens_and_pages_cannot_drift_apart():
 def test_pages_of_a_ring_refuse_a_scoring_beyond_what_they_hold():
     cache = make("ring", seqs=1)
     cache.append(*tokens(500), [0, 500])
-    for scoring in (kv.Scoring(), kv.Scoring(window=1000), kv.Scoring(window=9, sinks=99), kv.Scoring(causal=False)):
+    for scoring in (kv.Scoring(), kv.Scoring(window=1000), kv.Scoring(window=9, sinks=99)):
         with pytest.raises(kv.InputError, match="this ring holds"):
             kv.attend(rand(1, 4, 64), cache.pages, scoring=scoring)
 

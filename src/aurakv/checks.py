@@ -6,6 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ Starts = Sequence[int] | Tensor | None
 
 
 def whole(name: str, number: int, least: int) -> None:
-    if not isinstance(number, int) or number < least:
+    if not isinstance(number, Integral) or number < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {number}")
 
 
@@ -64,10 +65,10 @@ def reach(pages: Pages, scoring: Scoring) -> None:
         return
     back, front = (scoring.recent, scoring.first) if scoring.exact else (scoring.window, scoring.sinks)
     pinned = pages.pinned * pages.page_size
-    if not scoring.causal or back is None or back > pages.wrap or front > pinned:
+    if back is None or back > pages.wrap or front > pinned:
         raise InputError(
-            f"this ring holds {pages.wrap} recent tokens and the first {pinned}, so its scoring must be causal with a"
-            f" window within them, got causal={scoring.causal}, window {back}, sinks {front}"
+            f"this ring holds {pages.wrap} recent tokens and the first {pinned}, so its scoring needs a window and"
+            f" sinks within them, got a window of {back} and {front} sinks"
         )
 
 

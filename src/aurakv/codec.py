@@ -22,10 +22,10 @@ from .rotation import MAX_DIM, base_order, rotation
 BITS = (*codebook.CODE_BITS, 16)
 Side = Literal["key", "value"]
 
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}  # as names spell them
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SCALES = ("l2", "lsq")
-_NAME = r"k([1-9]\d*)(?:((?::[^:/]+)+)/|/?)v([1-9]\d*)((?::[^:/]+)*)"  # options of the key end with a slash
+_NAME = r"k([1-9]\d?)(?:((?::[^:/]+)+)/|/?)v([1-9]\d?)((?::[^:/]+)*)"  # options of the key end with a slash
 _NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
 
 
@@ -55,25 +55,25 @@ class Codec:
         if self.bits == 16:
             if not (isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM):
                 raise InputError(f"head_dim must be from 1 to {MAX_DIM}, got {self.dim}")
-            if self.dtype not in _DTYPE_NAMES:
-                raise InputError(f"vectors are stored as one of {list(_DTYPES)}, got {self.dtype}")
+            if self.dtype not in DTYPE_NAMES:
+                raise InputError(f"vectors are stored as one of {list(DTYPES)}, got {self.dtype}")
             for name, none in (("table", ""), ("scale", ""), ("seed", 0)):  # 16-bit vectors have no codes
                 object.__setattr__(self, name, none)
             object.__setattr__(self, "levels", ())
-            object.__setattr__(self, "name", f"16:{_DTYPE_NAMES[self.dtype]}")
+            object.__setattr__(self, "name", f"16:{DTYPE_NAMES[self.dtype]}")
             return
         base_order(self.dim)
         if self.scale not in _SCALES:
             raise InputError(f"scale must be one of {list(_SCALES)}, got {self.scale!r}")
         if self.dtype not in (torch.float16, torch.float32):
-            raise InputError(f"scales are stored as f16 or f32, got {_DTYPE_NAMES.get(self.dtype, self.dtype)}")
+            raise InputError(f"scales are stored as f16 or f32, got {DTYPE_NAMES.get(self.dtype, self.dtype)}")
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise InputError(f"seed must be from 0 to 2^64 - 1, got {self.seed}")
         if not isinstance(self.table, str):
             object.__setattr__(self, "table", codebook.check_levels(self.table, self.bits))
         levels = _named_levels(self.table, self.bits) if isinstance(self.table, str) else self.table
         object.__setattr__(self, "levels", levels)
-        options = (_table_name(self.table), self.scale, _DTYPE_NAMES[self.dtype], f"seed{self.seed}")
+        options = (_table_name(self.table), self.scale, DTYPE_NAMES[self.dtype], f"seed{self.seed}")
         object.__setattr__(self, "name", ":".join((str(self.bits), *options)))
 
     @classmethod
@@ -225,13 +225,13 @@ def _named_levels(name: str, bits: int) -> codebook.Levels:
     return codebook.table(name, bits)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # cached: must not become an inference tensor
         return torch.tensor(values, dtype=dtype, device=device)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _layout(key: Codec, value: Codec, page_size: int) -> PageLayout:
     offsets = [0]
     for size in (key.row_bytes, key.scale_bytes, value.row_bytes, value.scale_bytes):
@@ -251,7 +251,7 @@ def _side_name(side: Side, codec: Codec) -> str:
     if codec.scale != default.get("scale", ""):
         options.append(codec.scale)
     if codec.dtype != default["dtype"]:
-        options.append(_DTYPE_NAMES[codec.dtype])
+        options.append(DTYPE_NAMES[codec.dtype])
     if codec.seed != default.get("seed", 0):
         options.append(f"seed{codec.seed}")
     return ":".join([f"{side[0]}{codec.bits}", *options])
@@ -261,8 +261,8 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
     options: dict[str, object] = {}
     for name in names:
         setting: object
-        if name in _DTYPES:
-            field_name, setting = "dtype", _DTYPES[name]
+        if name in DTYPES:
+            field_name, setting = "dtype", DTYPES[name]
         elif bits != 16 and name in _SCALES:
             field_name, setting = "scale", name
         elif bits != 16 and name in codebook.TABLES:
@@ -272,7 +272,7 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
         elif bits != 16 and name.startswith("[") and name.endswith("]"):
             field_name, setting = "table", _parse_levels(name)
         else:
-            allowed = list(_DTYPES) if bits == 16 else [*codebook.TABLES, "[levels]", *_SCALES, "f16", "f32", "seed<n>"]
+            allowed = list(DTYPES) if bits == 16 else [*codebook.TABLES, "[levels]", *_SCALES, "f16", "f32", "seed<n>"]
             raise InputError(f"an option of {side[0]}{bits} is one of {allowed}, got {name!r}")
         if field_name in options:
             raise InputError(f"{side[0]}{bits} names its {field_name} twice: {':'.join(names)}")

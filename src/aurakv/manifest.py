@@ -8,10 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
-
 from .cache import Exact
-from .codec import Format
+from .codec import DTYPE_NAMES, DTYPES, Format
 from .errors import FileError, InputError
 from .rotation import MAX_DIM
 from .table import MAX_LENGTH, Kept
@@ -19,8 +17,6 @@ from .table import MAX_LENGTH, Kept
 KIND, VERSION = "aurakv-cache", 1
 MAX_KV_HEADS = 2**16
 
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Range = tuple[int, int]
 _TEXTS = ("kind", "format", "storage", "exact_dtype", "checksum")
@@ -71,7 +67,7 @@ class Manifest(NamedTuple):
             "storage": self.storage,
             "exact_first": exact.first,
             "exact_recent": exact.recent,
-            "exact_dtype": _DTYPE_NAMES[exact.dtype],
+            "exact_dtype": DTYPE_NAMES[exact.dtype],
             "exact_rollback": exact.rollback,
             "checksums": self.checksums,
         }
@@ -102,8 +98,8 @@ class Manifest(NamedTuple):
             if type(fields[name]) is not int or not least <= fields[name] <= most:
                 raise FileError(f"its {name} must be a whole number from {least} to {most}, got {shown(fields[name])}")
         dtype = fields["exact_dtype"]
-        if dtype not in _DTYPES:
-            raise FileError(f"its exact_dtype must be one of {list(_DTYPES)}, got {shown(dtype)}")
+        if dtype not in DTYPES:
+            raise FileError(f"its exact_dtype must be one of {list(DTYPES)}, got {shown(dtype)}")
         checksums = fields["checksums"]
         if not isinstance(checksums, dict):
             raise FileError(f"its checksums must be one for each tensor, got {shown(checksums)}")
@@ -114,7 +110,7 @@ class Manifest(NamedTuple):
             storage,
             Kept(*(fields[name] for name in Kept._fields)) if storage == "ring" else None,
             (fields["max_width"] or None) if storage == "paged" else 1,
-            Exact(fields["exact_first"], fields["exact_recent"], _DTYPES[dtype], fields["exact_rollback"]),
+            Exact(fields["exact_first"], fields["exact_recent"], DTYPES[dtype], fields["exact_rollback"]),
             checksums,
         )
 

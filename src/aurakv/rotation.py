@@ -48,7 +48,7 @@ def hadamard(dim: int) -> Tensor:
     return h
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """R [dim, dim], orthonormal: `x @ R.T` rotates rows, `y @ R` rotates them back."""
     with torch.inference_mode(False):  # cached: must not become an inference tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,11 @@ class Table:
         self.lengths = [0] * seqs
         self.highest = [0] * seqs  # longest a sequence has been: in a ring, what lies a wrap below is overwritten
         self.publish()
+
+    def __del__(self) -> None:
+        """A cache that is dropped gives its pages back, as if freed."""
+        for row in self.__dict__.get("rows", ()):
+            self.pool.release(page for page in row if page >= 0)
 
     @property
     def contiguous(self) -> bool:
@@ -211,7 +217,7 @@ class Table:
         object.__setattr__(self.pages, "trusted", True)
 
     def check_seq(self, seq: int) -> None:
-        if not isinstance(seq, int) or not 0 <= seq < len(self.rows):
+        if not isinstance(seq, Integral) or not 0 <= seq < len(self.rows):
             raise InputError(f"this cache has sequences 0 … {len(self.rows) - 1}, got {seq}")
 
     def _entries(self, old: int, new: int) -> list[int]:
