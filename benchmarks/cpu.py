@@ -233,7 +233,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--window", type=float, default=0.04, help="seconds of each sample")
     parser.add_argument("--realtime", action="store_true")
-    parser.add_argument("--only", default="", help="comma-separated parts: decode, extend, encode, overhead, growth")
+    parser.add_argument(
+        "--only", default="", help="comma-separated parts: decode, pages, extend, encode, overhead, growth"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -242,17 +244,17 @@ def main() -> None:
     parts: dict[str, Callable[[], list[dict[str, object]]]] = {
         "decode": lambda: [
             *decode(timer, ["k4v4", "k2v2", "k3v3", "k8v8", "k8v4"], 1, 32, 8, 128, 16384, rivals=("bf16", "fp32")),
-            *decode(timer, ["k4v4"], 1, 32, 8, 128, 16384, page=64),
             *decode(timer, ["k4v4"], 1, 32, 8, 128, 16384, backend="native-avx2"),
             *decode(timer, ["k4v4", "k2v2", "k3v3"], 1, 32, 8, 128, 65536),
-            *decode(timer, ["k4v4"], 1, 32, 8, 128, 65536, page=64),
             *decode(timer, ["k4v4"], 1, 32, 8, 128, 1024, rivals=("bf16", "bf16 enable_gqa")),
-            *decode(timer, ["k4v4"], 1, 32, 8, 128, 1024, page=64),
             *decode(timer, ["k4v4"], 1, 9, 3, 64, 4096),
             *decode(timer, ["k4v4"], 8, 32, 8, 128, 1024),
             *decode(timer, ["k4v4"], 1, 64, 8, 128, 16384),
             *decode(slow, ["k4v4"], 1, 32, 8, 128, 16384, rivals=("bf16", "bf16 enable_gqa")),
             *dequantised(slow, 16384),
+        ],
+        "pages": lambda: [
+            row for n in (16384, 65536, 1024) for row in decode(timer, ["k4v4"], 1, 32, 8, 128, n, page=64)
         ],
         "extend": lambda: [*extend(slow, 512, 16384), *extend(slow, 2048, 2048)],
         "encode": lambda: encode(slow, 262144),
