@@ -33,10 +33,13 @@ def main() -> None:
                 axis.loglog(sorted(points), [points[x] for x in sorted(points)], marker="o", label=method)
         axis.set_xlabel({"tokens": "tokens", "batch": "sequences", "heads": "query heads (8 KV heads)"}[varied])
         axis.set_ylabel("µs a call")
+        measured = sorted({x for points in lines.values() for x in points})
+        axis.set_xticks(measured, [f"{x // 1024}K" if x >= 1024 else str(x) for x in measured])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.suptitle(f"{data['cpu']}, {data['threads']} threads, head dim 128")
-    figure.savefig(target, metadata={"Date": None})
+    figure.savefig(target, **({"metadata": {"Date": None}} if target.endswith("svg") else {}))
 
 
 if __name__ == "__main__":
