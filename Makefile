@@ -35,6 +35,8 @@ format: $(VENV)/.lint
 golden: $(VENV)/.test
 	$(BIN)/python tests/make_golden.py
 
+include native.mk
+
 clean:
 	rm -rf $(VENV) build dist
 

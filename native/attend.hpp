@@ -185,7 +185,7 @@ inline void finish_group(const Attend& a, const Group& g, const float* parts) {
         for (int64_t d = 0; d < w.dv; d++) o[d] += c * p[d];
       }
       if (logit != -INFINITY) total += exp2f(logit - most);
-      lse = (most + log2f(total)) * LN2;
+      lse = float((double(most) + log2(double(total))) * 0.6931471805599453);
     }
     unit[r] = damage ? NAN : total > 0 ? 1 / total : 0;
     whole[r] = kept * unit[r];

@@ -23,7 +23,7 @@ typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16 __attribute__((vector_size(64)));
 
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr float LOG2E = 1.4426950408889634f;
 
 template <class V> INLINE V load(const void* p) { V x; memcpy(&x, p, sizeof x); return x; }
 template <class V> INLINE void store(void* p, V x) { memcpy(p, &x, sizeof x); }

@@ -66,7 +66,7 @@ struct Work {
 // The queries as rotated float32, times the factor of the scores, and what the key offset adds to their scores.
 inline void load_queries(Work& w) {
   const Attend& a = w.a;
-  const float factor = float(a.scale) * (a.softcap > 0 ? 1.f : LOG2E);
+  const float factor = float(a.scale * (a.softcap > 0 ? 1.0 : 1.4426950408889634));
   const float* offset = a.pages && a.pages->key_offset ? a.pages->key_offset + w.g.kv_head * w.dk : nullptr;
   for (int64_t r = 0; r < w.rows; r++) {
     float* q = w.q + r * w.k_pad;

@@ -145,7 +145,7 @@ def check_append(rng: random.Random, pages: Pages, counts: list[int], backend: s
             kv.Codes(x.data.transpose(1, 2), None if x.scale is None else x.scale.transpose(1, 2))
             for x in (ours, theirs)
         ]
-        a, b = (kv.decode(x, codec, offset, backend="reference") for x in swap)
+        a, b = (kv.decode(x, codec, offset, rotated=True, backend="reference") for x in swap)
         assert torch.equal(a.isnan(), b.isnan()), "append: NaN in different places"
         differ = ((a - b).abs() > 2e-3 * b.abs() + 1e-3).sum().item()  # a coordinate on a boundary may round either way
         assert differ <= 2e-3 * a.numel() + codec.dim, f"append: {differ} of {a.numel()} coordinates differ"
@@ -178,7 +178,12 @@ def check(seed: int, backend: str) -> None:
     if rng.random() < 0.2:
         needed = kv.attend_workspace(pages, q.shape[0], q.shape[1], splits=options["splits"], backend=backend)
         options["workspace"] = torch.empty(needed + 4, dtype=torch.uint8)
-    out, lse = kv.attend(q, pages, bounds, scoring, **options, backend=backend)  # type: ignore[arg-type]
+    try:
+        out, lse = kv.attend(q, pages, bounds, scoring, **options, backend=backend)  # type: ignore[arg-type]
+    except kv.InputError as error:
+        if str(error).startswith("this ring holds"):  # the random window does not fit the random ring
+            return
+        raise
     options.pop("workspace", None)
     expected = kv.attend(q.double(), pages, bounds, scoring, **options, backend="reference")  # type: ignore[arg-type]
     assert out.dtype == dtype

@@ -350,6 +350,8 @@ class KVCache:
             raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
         if scoring.first or scoring.recent or scoring.exact:
             raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
+        if not self.exact.first and not self.exact.recent:
+            return scoring
         return dataclasses.replace(scoring, first=self.exact.first, recent=self.exact.recent)
 
     def _check_queries(self, q: Tensor, call: _Call) -> None:
@@ -414,7 +416,7 @@ class KVCache:
         return ops.attend(
             q,
             table.pages,
-            bounds,
+            None if bounds == list(range(len(bounds))) else bounds,  # one query each: ops has that tensor ready
             call.scoring,
             sink_logits=call.sink_logits,
             splits=call.splits,

@@ -61,7 +61,7 @@ class Backend(Protocol):
 
 
 # Where a backend lives: a module is one, or has several in its dict `backends`. Imported when first asked.
-_AUTOMATIC = {"native": ".native", "reference": ".reference"}  # best first
+_AUTOMATIC = {"triton": ".triton", "native": ".native", "reference": ".reference"}  # best first
 _NAMED = {"native-avx512": ".native", "native-avx2": ".native", "native-generic": ".native"}  # only when asked for
 _MODULES = {**_AUTOMATIC, **_NAMED}
 _registered: dict[str, Backend] = {}

@@ -1,0 +1,269 @@
+"""Time append, decode, verify, extend and prefill on a GPU against the best bf16 attention of torch, in one process.
+
+    python benchmarks/gpu.py [--only decode …] [--format k4v4 …] [--json FILE]
+
+Every shape is first checked against the float64 reference on its own codes: a wrong result gets no number. Times are
+medians of CUDA-graph replays with a cold L2 cache. Printed for each: microseconds; TB/s of the bytes that the codes
+take and their share of the measured read bandwidth; how many times faster than the faster of torch's flash and cuDNN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+import aurakv as kv
+from aurakv import backends, ops
+from aurakv.backends import reference
+from aurakv.codec import Format
+from aurakv.pages import Pages, allocate
+
+FLUSH_BYTES = 512 << 20
+REPEATS = 15
+TOLERANCE = 0.005  # of the norm of the result
+
+
+class Shape(NamedTuple):
+    """One measurement: `queries` new tokens of each of `batch` sequences on `context` stored ones."""
+
+    kind: str
+    batch: int
+    kv_heads: int
+    group: int
+    context: int
+    queries: int = 1
+    dim: int = 128
+    format: str = "k4v4"
+    page: int = 0  # tokens a page; 0: one page per sequence
+
+    @property
+    def name(self) -> str:
+        where = f" page {self.page}" if self.page else ""
+        queries = f" q{self.queries}" if self.queries > 1 else ""
+        sizes = f"{self.batch},{self.kv_heads},{self.group},{self.context}"
+        return f"{self.kind} {self.format} d{self.dim} {sizes}{queries}{where}"
+
+
+DECODE = [(8, 8, 4, 32768), (32, 8, 4, 8192), (16, 8, 8, 32768), (1, 8, 4, 131072), (64, 8, 8, 4096), (1, 8, 4, 32768),
+          (8, 8, 4, 2048)]  # fmt: skip
+
+
+def shapes(formats: list[str]) -> list[Shape]:
+    first = formats[0]
+    found = [Shape("decode", *s, format=f) for f in formats for s in DECODE]
+    found += [Shape("decode", *DECODE[0], format=f) for f in ("k2v2", "k3v3", "k8v4", "k4v4:minifloat", "k8v8")]
+    found += [Shape("decode", *DECODE[0], dim=d, format=first) for d in (64, 256)]
+    found += [Shape("decode", *DECODE[0], format=first, page=p) for p in (64, 16)]
+    found += [Shape("verify", *DECODE[0], queries=n, format=first) for n in (4, 8)]
+    found += [Shape("extend", 1, 8, 4, 32768, queries=n, format=first) for n in (512, 2048, 4096)]
+    found += [Shape("prefill", 1, 8, 4, 8192, queries=8192, format=first)]
+    found += [
+        Shape("append", 64, 8, 4, 1024, format=first),
+        Shape("append", 1, 8, 4, 32768, queries=32768, format=first),
+    ]
+    return found
+
+
+def make_pages(shape: Shape) -> Pages:
+    """Pages with room for every token, in random order where there are several."""
+    device, tokens = torch.device("cuda"), shape.context
+    size = shape.page or tokens
+    width = -(-tokens // size)
+    order = torch.randperm(shape.batch * width, device=device, dtype=torch.int32)
+    format = Format.parse(shape.format, shape.dim)
+    return Pages(
+        format,
+        size,
+        allocate(format, size, shape.batch * width, shape.kv_heads, device),
+        order.view(shape.batch, width).contiguous(),
+        torch.zeros(shape.batch, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+
+
+def fill(pages: Pages, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Random keys and values [batch, context, kv_heads, dim] in bf16, appended."""
+    k, v = (
+        torch.randn(shape.batch, shape.context, shape.kv_heads, shape.dim, device="cuda", dtype=torch.bfloat16)
+        for _ in "kv"
+    )
+    for seq in range(shape.batch):  # one at a time: less memory
+        starts = [0] * (seq + 1) + [shape.context] * (shape.batch - seq)
+        ops.append(pages, k[seq], v[seq], starts)
+    return k, v
+
+
+def graph_time(call: Callable[[], object], flush: Tensor) -> float:
+    """Median seconds of a replay of `call` with a cold L2 cache."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def sdpa_time(q: Tensor, k: Tensor, v: Tensor, flush: Tensor) -> tuple[float, str]:
+    """The fastest of torch's bf16 attentions for q [batch, n, heads, dim] over k, v [batch, tokens, kv_heads, dim]."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    n, tokens = q.shape[2], k.shape[2]
+    options: dict[str, dict[str, Any]] = (
+        {"": {}} if n == 1 else {" causal": {"attn_mask": causal_lower_right(n, tokens)}}
+    )
+    if n == tokens:
+        options = {" causal": {"is_causal": True}}
+    best = (float("inf"), "none")
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        for label, extra in options.items():
+            try:
+                with sdpa_kernel([backend]):
+                    time = graph_time(
+                        lambda extra=extra: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **extra), flush
+                    )
+            except RuntimeError:
+                continue
+            best = min(best, (time, backend.name.split("_")[0].lower() + label))
+    return best
+
+
+def check(q: Tensor, pages: Pages, queries: int, out: Tensor) -> float:
+    """Error of the first and last sequence's first queries against float64 on the same codes, relative to the norm."""
+    worst = 0.0
+    for seq in {0, pages.seqs - 1}:
+        alone = Pages(
+            pages.format, pages.page_size, pages.data, pages.table[seq : seq + 1].contiguous(),
+            pages.lengths[seq : seq + 1].contiguous(), pages.overflow,
+        )  # fmt: skip
+        rows = slice(seq * queries, seq * queries + min(queries, 4))
+        count = rows.stop - rows.start
+        ends = alone.lengths - (queries - count)
+        starts = torch.tensor([0, count], device="cuda", dtype=torch.int32)
+        truth = reference.attend(q[rows].double(), alone, starts, ends, kv.Scoring(), None, None, "exact", None).out
+        worst = max(worst, ((out[rows].double() - truth).norm() / truth.norm()).item())
+    return worst
+
+
+def bandwidth(flush: Tensor) -> tuple[float, float]:
+    """Measured read and copy bandwidth in bytes a second."""
+    x = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
+    read = x.nbytes / graph_time(lambda: x.sum(), flush)
+    y = torch.empty_like(x)
+    return read, 2 * x.nbytes / graph_time(lambda: y.copy_(x), flush)
+
+
+def measure(shape: Shape, backend: str, flush: Tensor) -> dict[str, Any]:
+    torch.manual_seed(0)
+    pages = make_pages(shape)
+    if shape.kind == "append":
+        return measure_append(shape, pages, backend, flush)
+    k, v = fill(pages, shape)
+    heads = shape.kv_heads * shape.group
+    q = torch.randn(shape.batch * shape.queries, heads, shape.dim, device="cuda", dtype=torch.bfloat16)
+    starts = torch.arange(shape.batch + 1, device="cuda", dtype=torch.int32) * shape.queries
+    chosen = None if shape.queries == 1 else starts
+
+    def call() -> Tensor:
+        return kv.attend(q, pages, chosen, backend=backend).out
+
+    error = check(q, pages, shape.queries, call())
+    if not error < TOLERANCE:
+        return {"name": shape.name, "error": error, "wrong": True}
+    seconds = graph_time(call, flush)
+    bf16, name = sdpa_time(q.view(shape.batch, shape.queries, heads, shape.dim), k, v, flush)
+    size = shape.batch * shape.context * shape.kv_heads * pages.format.bytes_per_token
+    return {
+        "name": shape.name, "us": seconds * 1e6, "bytes": size, "error": error, "bf16_us": bf16 * 1e6, "bf16": name,
+        "ratio": bf16 / seconds,
+    }  # fmt: skip
+
+
+def measure_append(shape: Shape, pages: Pages, backend: str, flush: Tensor) -> dict[str, Any]:
+    """Bytes are those read and written: bf16 in, codes out."""
+    n = shape.batch * shape.queries
+    k, v = (torch.randn(n, shape.kv_heads, shape.dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    starts = torch.arange(shape.batch + 1, device="cuda", dtype=torch.int32) * shape.queries
+    chosen = None if shape.queries == 1 else starts
+    ops.append(pages, k, v, chosen, backend=backend)
+    wanted = [ops.encode(x, c, backend="reference") for x, c in ((k, pages.format.key), (v, pages.format.value))]
+    position = torch.arange(shape.queries, device="cuda")
+    stored = pages.stored(shape.batch - 1, position)
+    same = min((a.data == b.data[-shape.queries :]).float().mean().item() for a, b in zip(stored, wanted, strict=True))
+    if same < 0.9999:
+        return {"name": shape.name, "error": 1 - same, "wrong": True}
+
+    def call() -> None:
+        pages.lengths.zero_()
+        ops.append(pages, k, v, chosen, backend=backend)
+
+    empty = graph_time(lambda: pages.lengths.zero_(), flush)
+    seconds = graph_time(call, flush)
+    size = k.nbytes + v.nbytes + n * shape.kv_heads * pages.format.bytes_per_token
+    return {
+        "name": shape.name,
+        "us": seconds * 1e6,
+        "with_zeroing_alone_us": empty * 1e6,
+        "bytes": size,
+        "error": 1 - same,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", help="kinds: decode, verify, extend, prefill, append")
+    parser.add_argument("--format", nargs="*", default=["k4v4"])
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--limit", type=int, help="only this many shapes")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    read, copy = bandwidth(flush)
+    print(f"{torch.cuda.get_device_name()}: read {read / 1e12:.2f} TB/s, copy {copy / 1e12:.2f} TB/s", flush=True)
+    results = []
+    for shape in [s for s in shapes(args.format) if not args.only or s.kind in args.only][: args.limit]:
+        result = measure(shape, args.backend, flush)
+        results.append(result)
+        if "us" not in result:
+            print(f"{shape.name:45} WRONG: error {result['error']:.2e}", flush=True)
+            continue
+        result["tbs"] = result["bytes"] / result["us"] / 1e6
+        result["share"] = result["tbs"] * 1e12 / read
+        line = f"{shape.name:45} {result['us']:9.1f} us {result['tbs']:5.2f} TB/s {result['share']:4.0%}"
+        if "ratio" in result:
+            line += f"  {result['ratio']:5.2f}x {result['bf16']} {result['bf16_us']:.1f} us"
+        print(line + f"  error {result['error']:.1e}", flush=True)
+        torch.cuda.empty_cache()
+    if args.json:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        about = {
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit,
+            "read_bytes_per_s": read, "copy_bytes_per_s": copy, "backends": backends.names(),
+        }  # fmt: skip
+        with open(args.json, "w") as file:
+            json.dump({"about": about, "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

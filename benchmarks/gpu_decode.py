@@ -1,0 +1,140 @@
+"""Decode attention on a GPU against bf16 SDPA (cuDNN), in one process, correctness first.
+
+python benchmarks/gpu_decode.py --json out.json
+
+Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leaves it full of dirty lines, as
+triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from aurakv.backends import reference
+from aurakv.backends.triton import fast_attend
+from aurakv.checks import starts as check_starts
+from aurakv.codec import Format
+from aurakv.pages import Pages, allocate, parts
+from aurakv.scoring import Scoring
+
+SHAPES = [
+    (1, 8, 4, 32768), (1, 8, 4, 131072), (8, 8, 4, 32768), (32, 8, 4, 8192), (16, 8, 8, 32768), (64, 8, 8, 4096),
+    (8, 8, 4, 2048),
+]  # fmt: skip
+DEVICE = torch.device("cuda")
+
+
+def random_pages(name: str, dim: int, seqs: int, kv_heads: int, tokens: int, page_size: int) -> Pages:
+    format = Format.parse(name, dim)
+    width = -(-tokens // page_size)
+    data = allocate(format, page_size, seqs * width, kv_heads, DEVICE)
+    data.random_(0, 256)
+    for part in parts(format, data, page_size):
+        assert part.scale is not None
+        part.scale.copy_(torch.rand(part.scale.shape, device=DEVICE) + 0.5)
+    table = torch.randperm(seqs * width, device=DEVICE).view(seqs, width).to(torch.int32)
+    lengths = torch.full((seqs,), tokens, dtype=torch.int32, device=DEVICE)
+    return Pages(format, page_size, data, table, lengths, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+
+
+def microseconds(step: Callable[[], object], flush: str, repeats: int = 60) -> float:
+    """The median time of a captured step."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    buffer = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE).view(torch.int64)
+    times = []
+    for _ in range(repeats + 5):
+        buffer.zero_() if flush == "write" else buffer.sum()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in times[5:])
+
+
+def sdpa_bf16(seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush: str) -> float:
+    q = torch.randn(seqs, kv_heads * group, 1, dim, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.randn(seqs, kv_heads, tokens, dim, device=DEVICE, dtype=torch.bfloat16)
+    v = torch.randn_like(k)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return microseconds(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), flush)
+
+
+def error(q: torch.Tensor, pages: Pages) -> float:
+    """Relative to float64 on the same codes, of the first sequence."""
+    one = Pages(pages.format, pages.page_size, pages.data, pages.table[:1], pages.lengths[:1], pages.overflow)
+    starts = check_starts("starts", None, 1, 1, DEVICE)
+    exact = reference.attend(q[:1].double(), one, starts, one.lengths, Scoring(), None, None, "fast", None).out
+    out = fast_attend.attend_fast(q, pages, pages.lengths, Scoring(), None, None, None).out[:1]
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--formats", nargs="*", default=["k4/v4:minifloat", "k4v4"])
+    parser.add_argument("--pages", nargs="*", type=int, default=[64, 0], help="page sizes; 0: one page a sequence")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--shapes", nargs="*", type=int, default=range(len(SHAPES)))
+    parser.add_argument("--flush", choices=("write", "read"), default="write")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    rows = []
+    for seqs, kv_heads, group, tokens in (SHAPES[i] for i in args.shapes):
+        base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush)
+        print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} cuDNN bf16 {base:.1f} us", flush=True)
+        for name in args.formats:
+            for page_size in args.pages:
+                pages = random_pages(name, args.dim, seqs, kv_heads, tokens, page_size or tokens)
+                q = torch.randn(seqs, kv_heads * group, args.dim, device=DEVICE, dtype=torch.bfloat16)
+                wrong = error(q, pages)
+                if not wrong < 6e-3:  # bf16 output alone is 2e-3
+                    print(f"  {name} pages {page_size}: WRONG, error {wrong:.1e}", flush=True)
+                    continue
+                step = functools.partial(
+                    fast_attend.attend_fast,
+                    q,
+                    pages,
+                    pages.lengths,
+                    Scoring(),
+                    sink_logits=None,
+                    splits=None,
+                    workspace=None,
+                )
+                time = microseconds(step, args.flush)
+                read = seqs * kv_heads * tokens * pages.format.bytes_per_token
+                rows.append({
+                    "shape": [seqs, kv_heads, group, tokens], "dim": args.dim, "format": name, "page": page_size,
+                    "us": time, "bf16_us": base, "ratio": base / time, "TB/s": read / time / 1e6, "error": wrong,
+                })  # fmt: skip
+                print(
+                    f"  {name:16} pages {page_size or 'one':>4}: {time:6.1f} us {read / time / 1e6:.2f} TB/s"
+                    f" x{base / time:.2f} error {wrong:.1e}", flush=True,
+                )  # fmt: skip
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(
+                {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "flush": args.flush, "rows": rows},
+                file,
+                indent=1,
+            )
+
+
+if __name__ == "__main__":
+    main()

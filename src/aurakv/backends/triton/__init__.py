@@ -1,0 +1,140 @@
+"""NVIDIA GPUs, in Triton. Importing this imports no triton and starts no CUDA.
+
+Products of codes run in float16 with float32 sums, or in float32 with precision="exact"; float64 arguments are computed
+in float32. With TRITON_INTERPRET=1 set before triton is first imported, the kernels run on the CPU: slowly, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from ...codec import Codec, Codes, Format
+from ...pages import Pages
+from ...partial import Partial
+from ...scoring import Scoring
+
+name = "triton"
+
+fast_error = 0.005
+float64 = False
+
+MIN_CAPABILITY = (8, 0)
+
+
+def why_not(format: Format | None, device: torch.device) -> str | None:
+    """Every format runs; what decides is the device."""
+    if _interpreted():
+        return None if device.type == "cpu" else f"with TRITON_INTERPRET=1 tensors must be on the CPU, got {device}"
+    if device.type != "cuda":
+        return f"it needs a CUDA device, got {device}"
+    return _why_not_cuda(device)
+
+
+def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
+    from . import attention
+
+    return attention.workspace_bytes(pages, tokens, heads, splits)
+
+
+def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
+    from . import store
+
+    return store.encode(_single(x), codec, offset)
+
+
+def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
+    from . import vectors
+
+    work = torch.float32 if dtype == torch.float64 else dtype
+    return vectors.decode(codes, codec, offset, rotated, work).to(dtype)
+
+
+def scores(q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor:
+    from . import vectors
+
+    return vectors.scores(_single(q), codes, codec, offset).to(q.dtype)
+
+
+def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float) -> Tensor:
+    from . import vectors
+
+    return vectors.values(_single(weights), codes, codec, offset, threshold).to(weights.dtype)
+
+
+def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
+    from . import store
+
+    store.append(pages, _single(k), _single(v), starts)
+
+
+def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
+    from . import store
+
+    store.append_codes(pages, keys, values, starts)
+
+
+def attend(
+    q: Tensor,
+    pages: Pages,
+    starts: Tensor,
+    ends: Tensor,
+    scoring: Scoring,
+    sink_logits: Tensor | None,
+    splits: int | None,
+    precision: str,
+    workspace: Tensor | None,
+) -> Partial:
+    from . import attention
+
+    if q.dtype == torch.float64:
+        part = attention.attend(q.float(), pages, starts, ends, scoring, sink_logits, splits, "exact", workspace)
+        return Partial(part.out.double(), part.lse.double())
+    return attention.attend(q, pages, starts, ends, scoring, sink_logits, splits, precision, workspace)
+
+
+def attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    ends: Tensor,
+    scoring: Scoring,
+    sink_logits: Tensor | None,
+) -> Partial:
+    from . import attention
+
+    k, v = _single(k), _single(v)
+    part = attention.attend_dense(_single(q), k, v, starts, key_starts, ends, scoring, sink_logits)
+    return Partial(part.out.to(q.dtype), part.lse.double() if q.dtype == torch.float64 else part.lse)
+
+
+def _single(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float64 else x
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1" and _installed()
+
+
+@functools.cache
+def _installed() -> bool:
+    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _why_not_cuda(device: torch.device) -> str | None:
+    if not _installed():
+        return "it needs the package triton, which is not installed"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"it needs compute capability 8.0 or newer, got {capability[0]}.{capability[1]}"
+    return None

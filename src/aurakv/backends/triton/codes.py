@@ -1,0 +1,273 @@
+"""Device functions: packed rows to levels and back. The only code that knows widths and level tables.
+
+A tile of coded rows has 8·GROUPS columns in plane-major order: column i is code i // GROUPS of group i % GROUPS, a
+group being 8 neighbouring coordinates (BITS whole bytes). Queries, offsets and outputs follow through `coordinates`, so
+a tile needs no shuffling. A tile of raw rows (BITS = 16) has its columns in natural order.
+
+Constexprs: BITS the width; GROUPS = columns / 8; COEF the odd polynomial of the level table, () to look levels up; ASM
+the PTX that turns 8 nibbles into 8 float16 levels, "" where the target has none.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+if INTERPRETED.value:
+    from .interpreter import repair
+
+    repair()
+
+
+@triton.jit
+def cast(x, DTYPE: tl.constexpr):
+    """x rounded to the nearest DTYPE. The interpreter would cut bfloat16 off instead of rounding."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        x = x.to(tl.float32)
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return ((bits >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def coordinates(COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """The coordinate of each column of a tile."""
+    o_column = tl.arange(0, COLUMNS)
+    if BITS == 16:
+        return o_column
+    else:
+        return (o_column % (COLUMNS // 8)) * 8 + o_column // (COLUMNS // 8)
+
+
+@triton.jit
+def load_pieces(p_row, o_piece, m_piece, TYPE: tl.constexpr):
+    """Pieces of type TYPE of each row, as uint32 (or uint64). Typed pointers let neighbours be loaded together."""
+    p = p_row.to(tl.pointer_type(TYPE), bitcast=True)
+    x = tl.load(p[:, None] + o_piece[None, :], mask=m_piece, other=0)
+    if tl.uint64 == TYPE:
+        return x
+    else:
+        return x.to(tl.uint32)
+
+
+@triton.jit
+def load_groups(p_row, o_group, m_group, BITS: tl.constexpr):
+    """The 8 codes of each group as the low and the high 32 bits of their bytes. Rows start at even
+    addresses, at 4 and 8 bits at multiples of 8."""
+    if BITS == 2:
+        low = load_pieces(p_row, o_group, m_group, tl.uint16)
+    elif BITS == 4:
+        low = load_pieces(p_row, o_group, m_group, tl.uint32)
+    elif BITS == 8:
+        both = load_pieces(p_row, o_group, m_group, tl.uint64)
+        low = both.to(tl.uint32)
+    elif BITS == 6:
+        low = load_pieces(p_row, o_group * 3, m_group, tl.uint16)
+        low = low | load_pieces(p_row, o_group * 3 + 1, m_group, tl.uint16) << 16
+    else:  # odd groups begin in the middle of a 16-bit piece; their number is even, so no piece is beyond the row
+        o_piece = o_group * BITS // 2
+        shift = ((o_group & 1) * 8)[None, :]
+        first = load_pieces(p_row, o_piece, m_group, tl.uint16)
+        first = first | load_pieces(p_row, o_piece + 1, m_group, tl.uint16) << 16
+        low = first >> shift
+    if BITS == 5:
+        last = load_pieces(p_row, o_group * 5 // 2 + 2, m_group, tl.uint16)
+        low = tl.where(shift > 0, low | last << 24, low)
+        high = (last >> shift) & 255
+    elif BITS == 6:
+        high = load_pieces(p_row, o_group * 3 + 2, m_group, tl.uint16)
+    elif BITS == 8:
+        high = (both >> 32).to(tl.uint32)
+    else:
+        high = low
+    return low, high
+
+
+@triton.jit
+def extract(low, high, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """Code PLANE of each group, from the low and high 32 bits of its bytes."""
+    BIT: tl.constexpr = PLANE * BITS
+    if BIT + BITS <= 32:
+        code = low >> BIT
+    elif BIT >= 32:
+        code = high >> (BIT - 32)
+    else:
+        code = (low >> BIT) | (high << (32 - BIT))
+    return code & ((1 << BITS) - 1)
+
+
+@triton.jit
+def to_levels(code, p_levels, BITS: tl.constexpr, COEF: tl.constexpr):
+    """The float32 level of each code."""
+    if len(COEF) == 0:
+        return tl.load(p_levels + code.to(tl.int32))
+    else:
+        # n | 2^23 as bits is the float 2^23 + n: no integer conversion; x is odd, twice the distance from the middle
+        x = (code << 1 | 0x4B000001).to(tl.float32, bitcast=True) - (8388608.0 + 2**BITS)
+        if len(COEF) > 2:
+            x = x * 2**-BITS
+        x2 = x * x
+        y = tl.full(code.shape, COEF[len(COEF) - 1], tl.float32)
+        for i in tl.static_range(1, len(COEF)):
+            y = y * x2 + COEF[len(COEF) - 1 - i]
+        return y * x
+
+
+@triton.jit
+def operand_levels(code, p_levels, SIDE: tl.constexpr):
+    """Levels in the units and the type of products."""
+    BITS: tl.constexpr = SIDE.bits
+    COEF: tl.constexpr = SIDE.coef
+    level = to_levels(code, p_levels, BITS, COEF)
+    if SIDE.unit != 1:
+        level = level * SIDE.unit
+    return level.to(SIDE.operand)
+
+
+@triton.jit
+def spread_nibbles(w, BITS: tl.constexpr):
+    """8 codes of 2 or 3 bits, one in each nibble."""
+    if BITS == 2:
+        w = (w | w << 8) & 0x00FF00FF
+        w = (w | w << 4) & 0x0F0F0F0F
+        w = (w | w << 2) & 0x33333333
+    elif BITS == 3:
+        w = (w & 0xFFF) | (w & 0xFFF000) << 4
+        w = (w & 0x003F003F) | (w & 0x0FC00FC0) << 2
+        w = (w & 0x07070707) | (w & 0x38383838) << 1
+    return w
+
+
+@triton.jit
+def stack_planes(a, b, c, d, e, f, g, h):
+    """Eight planes [rows, groups] side by side: [rows, 8·groups]."""
+    x = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
+    x = tl.reshape(x, [a.shape[0], a.shape[1], 8])
+    return tl.reshape(tl.permute(x, [0, 2, 1]), [a.shape[0], 8 * a.shape[1]])
+
+
+@triton.jit
+def load_levels(p_row, m_row, p_levels, SIDE: tl.constexpr):
+    """Rows of codes at byte pointers p_row [rows] as levels [rows, 8·GROUPS] of type SIDE.operand."""
+    BITS: tl.constexpr = SIDE.bits
+    ASM: tl.constexpr = SIDE.asm
+    o_group = tl.arange(0, SIDE.groups)
+    m_group = m_row[:, None]
+    if SIDE.dim < 8 * SIDE.groups:
+        m_group = m_group & (o_group < SIDE.dim // 8)[None, :]
+    low, high = load_groups(p_row, o_group, m_group, BITS)
+    if len(ASM) > 0:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            ASM,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            [spread_nibbles(low, BITS)],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a = operand_levels(extract(low, high, 0, BITS), p_levels, SIDE)
+        b = operand_levels(extract(low, high, 1, BITS), p_levels, SIDE)
+        c = operand_levels(extract(low, high, 2, BITS), p_levels, SIDE)
+        d = operand_levels(extract(low, high, 3, BITS), p_levels, SIDE)
+        e = operand_levels(extract(low, high, 4, BITS), p_levels, SIDE)
+        f = operand_levels(extract(low, high, 5, BITS), p_levels, SIDE)
+        g = operand_levels(extract(low, high, 6, BITS), p_levels, SIDE)
+        h = operand_levels(extract(low, high, 7, BITS), p_levels, SIDE)
+    return stack_planes(a, b, c, d, e, f, g, h)
+
+
+@triton.jit
+def load_level_pairs(p_row, m_row, p_levels, SIDE: tl.constexpr):
+    """Like load_levels, with each level as the sum of two float16 numbers, which p_levels holds in one word."""
+    BITS: tl.constexpr = SIDE.bits
+    o_group = tl.arange(0, SIDE.groups)
+    m_group = m_row[:, None]
+    if SIDE.dim < 8 * SIDE.groups:
+        m_group = m_group & (o_group < SIDE.dim // 8)[None, :]
+    low, high = load_groups(p_row, o_group, m_group, BITS)
+    a = tl.load(p_levels + extract(low, high, 0, BITS).to(tl.int32))
+    b = tl.load(p_levels + extract(low, high, 1, BITS).to(tl.int32))
+    c = tl.load(p_levels + extract(low, high, 2, BITS).to(tl.int32))
+    d = tl.load(p_levels + extract(low, high, 3, BITS).to(tl.int32))
+    e = tl.load(p_levels + extract(low, high, 4, BITS).to(tl.int32))
+    f = tl.load(p_levels + extract(low, high, 5, BITS).to(tl.int32))
+    g = tl.load(p_levels + extract(low, high, 6, BITS).to(tl.int32))
+    h = tl.load(p_levels + extract(low, high, 7, BITS).to(tl.int32))
+    word = stack_planes(a, b, c, d, e, f, g, h)
+    first = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return first, ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def quantise(z, p_boundaries, BITS: tl.constexpr, BOUNDS: tl.constexpr):
+    """The number of boundaries strictly below each z, by halving. BOUNDS holds them all, or is () to look them up."""
+    code = tl.zeros(z.shape, tl.int32)
+    for i in tl.static_range(BITS):
+        # the step is 2^(BITS − 1 − i)
+        if len(BOUNDS) == 0:
+            bound = tl.load(p_boundaries + code + ((1 << (BITS - 1 - i)) - 1))
+        else:
+            bound = tl.full(z.shape, BOUNDS[(1 << (BITS - 1 - i)) - 1], tl.float32)
+            for j in tl.static_range(1, 1 << i):
+                bound = tl.where(code >= j << (BITS - i), BOUNDS[((2 * j + 1) << (BITS - 1 - i)) - 1], bound)
+        code += tl.where(z > bound, 1 << (BITS - 1 - i), 0)
+    return code
+
+
+@triton.jit
+def quantise_symmetric(z, BITS: tl.constexpr, BOUNDS: tl.constexpr, LEVELS: tl.constexpr):
+    """Codes of z, and magnitudes of z and of their levels, for a symmetric table of up to 4 bits without a lookup.
+
+    BOUNDS are the positive boundaries, LEVELS the positive levels with the code in their lowest bits.
+    """
+    bits = z.to(tl.int32, bitcast=True)
+    # a negative z on a boundary belongs to the outer code: the next larger magnitude is compared
+    a = ((bits & 0x7FFFFFFF) + tl.where(z > 0, 0, 1)).to(tl.float32, bitcast=True)
+    if BITS == 2:
+        level = tl.where(a > BOUNDS[0], LEVELS[1], LEVELS[0])
+    elif BITS == 3:
+        high = a > BOUNDS[1]
+        mid = a > tl.where(high, BOUNDS[2], BOUNDS[0])
+        level = tl.where(high, tl.where(mid, LEVELS[3], LEVELS[2]), tl.where(mid, LEVELS[1], LEVELS[0]))
+    else:
+        high = a > BOUNDS[3]
+        mid = a > tl.where(high, BOUNDS[5], BOUNDS[1])
+        low = a > tl.where(high, tl.where(mid, BOUNDS[6], BOUNDS[4]), tl.where(mid, BOUNDS[2], BOUNDS[0]))
+        upper = tl.where(mid, tl.where(low, LEVELS[7], LEVELS[6]), tl.where(low, LEVELS[5], LEVELS[4]))
+        lower = tl.where(mid, tl.where(low, LEVELS[3], LEVELS[2]), tl.where(low, LEVELS[1], LEVELS[0]))
+        level = tl.where(high, upper, lower)
+    level = level.to(tl.float32)
+    code = level.to(tl.int32, bitcast=True)
+    code = tl.where(z > 0, code, ~code) & ((1 << BITS) - 1)
+    return code, a, level
+
+
+@triton.jit
+def store_codes(p_row, m_row, code, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """Pack codes [rows, 8·GROUPS] in plane-major order into rows of bytes."""
+    rows: tl.constexpr = code.shape[0]
+    o_plane = tl.arange(0, 8)
+    planes = tl.reshape(code, [rows, 8, GROUPS])
+    o_group = tl.arange(0, GROUPS)
+    m_group = m_row[:, None] & (o_group < DIM // 8)[None, :]
+    p_group = p_row[:, None] + o_group[None, :] * BITS
+    if BITS <= 4:
+        word = tl.sum(planes << (o_plane * BITS)[None, :, None], axis=1)
+        if BITS == 2:
+            tl.store(p_group.to(tl.pointer_type(tl.uint16), bitcast=True), word.to(tl.uint16), mask=m_group)
+        elif BITS == 4:
+            tl.store(p_group.to(tl.pointer_type(tl.uint32), bitcast=True), word.to(tl.uint32, bitcast=True), m_group)
+        else:
+            for i in tl.static_range(BITS):
+                tl.store(p_group + i, ((word >> 8 * i) & 255).to(tl.uint8), mask=m_group)
+    else:
+        word = tl.sum(planes.to(tl.int64) << (o_plane * BITS).to(tl.int64)[None, :, None], axis=1)
+        if BITS == 8:
+            tl.store(p_group.to(tl.pointer_type(tl.int64), bitcast=True), word, mask=m_group)
+        else:
+            for i in tl.static_range(BITS):
+                tl.store(p_group + i, ((word >> 8 * i) & 255).to(tl.uint8), mask=m_group)

@@ -1,0 +1,81 @@
+"""Preparing queries: rotate, and split into two float16 parts where keys are multiplied in float16.
+
+In: q [tokens, heads, dim] of any strides. Out: `rotated` [tokens·heads, 2, columns] in the type of products, `factors`
+[tokens·heads, 2] float32. Constexprs: K (tables.Side), ROTATE (tables.Encoder of the keys), G heads per KV head, ROWS.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from .encode_kernels import rotate
+
+
+@triton.jit
+def prepare_rows(p_row, stride, p_offset, m_row, p_matrix, multiplier, K: tl.constexpr, ROTATE: tl.constexpr):
+    """Queries as rows [rows, columns] of a product with key tiles, and in float16 what these rows leave out; what the
+    products are to be multiplied by; what is then to be added."""
+    factor = tl.full([p_row.shape[0]], 0.0, tl.float32) + multiplier
+    bias = tl.zeros([p_row.shape[0]], tl.float32)
+    if K.bits == 16:
+        o_coordinate = tl.arange(0, K.columns)
+        m = m_row[:, None] & (o_coordinate < K.dim)[None, :]
+        x = tl.load(p_row[:, None] + o_coordinate[None, :] * stride, mask=m, other=0)
+        return x.to(K.operand), x.to(K.operand), factor, bias
+    else:
+        y = rotate(p_row, stride, None, m_row, p_matrix, ROTATE)
+        factor *= ROTATE.post
+        if p_offset is not None:
+            o_chunk = tl.arange(0, ROTATE.chunk)
+            for c in range(0, K.dim, ROTATE.chunk):
+                x = tl.load(p_row[:, None] + (c + o_chunk)[None, :] * stride, mask=m_row[:, None], other=0)
+                bias += tl.sum(x.to(tl.float32) * tl.load(p_offset + c + o_chunk)[None, :], 1)
+            bias *= multiplier
+        if K.operand == tl.float16:  # whatever its size, a query keeps float16's precision; factors are positive
+            peak = tl.max(tl.abs(y), 1)
+            peak = tl.where(peak > 0, peak, 1.0)
+            y = y * (tl.where(factor < 0, -1.0, 1.0) / peak)[:, None]
+            rough = y.to(tl.float16)
+            factor = tl.abs(factor) * peak * (1.0 / K.unit)
+            return rough, (y - rough.to(tl.float32)).to(tl.float16), factor, bias
+        else:
+            return y, y, factor, bias
+
+
+@triton.jit(do_not_specialize=["n"])
+def prepare_kernel(
+    q,
+    q_token,
+    q_head,
+    q_dim,
+    offset,
+    matrix,
+    rotated,
+    factors,
+    n,
+    multiplier,
+    heads,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    ROTATE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """n = tokens·heads queries of which program (kv head, block) prepares some; `factors` are (factor, bias)."""
+    i_head = tl.program_id(0)
+    o_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # token·G + head of the group
+    i_token = (o_row // G).to(tl.int64)
+    head = i_head * G + o_row % G
+    o_out = i_token * heads + head
+    m_row = o_out < n
+    p_offset = None
+    if offset is not None:
+        p_offset = offset + i_head * K.dim
+    p_row = q + i_token * q_token + head * q_head
+    y, rest, factor, bias = prepare_rows(p_row, q_dim, p_offset, m_row, matrix, multiplier, K, ROTATE)
+    p_rotated = rotated + o_out[:, None] * (2 * K.columns) + tl.arange(0, K.columns)[None, :]
+    tl.store(p_rotated, y, mask=m_row[:, None])
+    if K.operand == tl.float16:
+        tl.store(p_rotated + K.columns, rest, mask=m_row[:, None])
+    tl.store(factors + o_out * 2, factor, mask=m_row)
+    tl.store(factors + o_out * 2 + 1, bias, mask=m_row)

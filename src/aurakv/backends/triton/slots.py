@@ -1,0 +1,91 @@
+"""Device functions: which sequence a block of rows belongs to, and where its tokens lie in the pages.
+
+Every index read from device memory is forced into range: kernels stay inside their tensors whatever it holds.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_block(p_starts, tokens, seqs, i_block, ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQS: tl.constexpr):
+    """Block i_block of rows, ROWS of them per token and BLOCK per block: its sequence, its first row inside that, and
+    the sequence's first and last + 1 token. A block past the end belongs to a sequence without tokens.
+
+    SEQS: a power of two ≥ seqs; 0 if every sequence has exactly one token.
+    """
+    PER_TOKEN: tl.constexpr = (ROWS + BLOCK - 1) // BLOCK
+    if SEQS == 0:
+        i_seq = i_block // PER_TOKEN
+        return i_seq, (i_block % PER_TOKEN) * BLOCK, i_seq, i_seq + 1
+    else:
+        o_seq = tl.arange(0, SEQS)
+        b_from, b_to = seq_tokens(p_starts, tokens, o_seq, o_seq < seqs)
+        b_blocks = ((b_to - b_from) * ROWS + (BLOCK - 1)) // BLOCK
+        m_before = tl.cumsum(b_blocks, 0) <= i_block
+        i_seq = tl.sum(m_before.to(tl.int32), 0)
+        i_first = (i_block - tl.sum(tl.where(m_before, b_blocks, 0), 0)) * BLOCK
+        i_from, i_to = seq_tokens(p_starts, tokens, i_seq, i_seq < seqs)
+        return tl.minimum(i_seq, seqs - 1), i_first, i_from, i_to
+
+
+@triton.jit
+def seq_tokens(p_starts, tokens, i_seq, m_seq):
+    """First and last + 1 row of token sequences."""
+    i_from = tl.load(p_starts + i_seq, mask=m_seq, other=0)
+    i_to = tl.load(p_starts + i_seq + 1, mask=m_seq, other=0)
+    i_from = tl.minimum(tl.maximum(i_from, 0), tokens)
+    return i_from, tl.minimum(tl.maximum(i_to, i_from), tokens)
+
+
+@triton.jit
+def table_entry(page, width, pinned, RING: tl.constexpr):
+    if RING:
+        return tl.where(page < pinned, page, pinned + (page - pinned) % (width - pinned))
+    else:
+        return tl.minimum(page, width - 1)
+
+
+@triton.jit
+def page_bases(p_table, i_seq, page, m_page, pages, width, pinned, RING: tl.constexpr):
+    """Indices of the pages that hold page number `page` of a sequence, as int64."""
+    entry = table_entry(tl.maximum(page, 0), width, pinned, RING)
+    i_page = tl.load(p_table + i_seq.to(tl.int64) * width + entry, mask=m_page, other=0)
+    return tl.minimum(tl.maximum(i_page, 0), pages - 1).to(tl.int64)
+
+
+@triton.jit
+def sequences_fit(
+    p_table,
+    b_seq,
+    m_seq,
+    b_old,
+    b_new,
+    pages,
+    width,
+    page_size,
+    pinned,
+    RING: tl.constexpr,
+    SEQS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Whether tokens b_old … b_new − 1 of sequences [SEQS] all have a page to be written to."""
+    b_fits = m_seq & (b_old >= 0)
+    if not RING:
+        b_fits = b_fits & (b_new <= width.to(tl.int64) * page_size)
+    b_first = tl.where(b_fits, b_old, 0) // page_size
+    b_last = tl.where(b_fits & (b_new > b_old), (b_new - 1) // page_size, b_first - 1)
+    b_oldest = b_new - (width - pinned) * page_size  # of a ring, what survives
+    o_entry = tl.arange(0, ENTRIES)
+    b_missing = tl.zeros([SEQS], tl.int32)
+    for i in range(0, tl.max(b_last - b_first, 0) + 1, ENTRIES):
+        page = b_first[:, None] + i + o_entry[None, :]
+        m_page = m_seq[:, None] & (page <= b_last[:, None])
+        if RING:
+            m_page = m_page & ((page < pinned) | ((page + 1) * page_size > b_oldest[:, None]))
+        entry = table_entry(page, width, pinned, RING)
+        i_page = tl.load(p_table + b_seq[:, None].to(tl.int64) * width + entry, mask=m_page, other=0)
+        b_missing += tl.sum(((i_page < 0) | (i_page >= pages)).to(tl.int32), 1)
+    return b_fits & (b_missing == 0)

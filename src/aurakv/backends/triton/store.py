@@ -1,0 +1,153 @@
+"""Launchers of encode, append, append_codes and decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ... import checks
+from ...codec import Codec, Codes
+from ...pages import Pages
+from . import tables
+from .encode_kernels import append_codes_kernel, append_kernel, encode_kernel
+
+FEW_ROWS, MANY_ROWS = 16, 64  # vectors per program
+
+
+def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
+    """At most how many blocks of slots.find_block there are, whatever tokens each sequence has."""
+    return min((tokens * rows + seqs * (block - 1)) // block, tokens * -(-rows // block))
+
+
+def seqs_constant(starts: Tensor, seqs: int, tokens: int) -> int:
+    """SEQS of slots.find_block: 0 where the host knows that each sequence has one token."""
+    one_each = tokens == seqs and starts is checks.starts("starts", None, seqs, tokens, starts.device)
+    return 0 if one_each else triton.next_power_of_2(seqs)
+
+
+def constants(codec: Codec, operand: Any, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Rotation matrix, levels and boundaries for an Encoder."""
+    if not codec.coded:
+        return None, None, None
+    dtype = next(dtype for dtype, name in tables.DTYPES.items() if name == operand)
+    matrix = tables.matrix(codec.dim, codec.seed, dtype, device)
+    return matrix, codec.level_tensor(torch.float32, device), codec.boundary_tensor(torch.float32, device)
+
+
+def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
+    data = x.new_empty((*x.shape[:-1], codec.row_bytes), dtype=torch.uint8)
+    scale = x.new_empty(x.shape[:-1], dtype=codec.dtype) if codec.coded else None
+    flat = x.reshape(-1, *x.shape[-2:])
+    n, heads = flat.shape[0] * flat.shape[1], flat.shape[1]
+    if n:
+        how = tables.encoder(codec, x.dtype, offset is not None)
+        rows = _rows(n, how.columns)
+        encode_kernel[(triton.cdiv(n, rows),)](
+            flat,
+            *flat.stride(),
+            offset,
+            *constants(codec, how.operand, x.device),
+            data,
+            scale,
+            codec.row_bytes,
+            n,
+            heads,
+            tables.DTYPES[codec.dtype],
+            how,
+            rows,
+        )
+    return Codes(data, scale)
+
+
+def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
+    tokens, key, value = k.shape[0], pages.format.key, pages.format.value
+    if tokens == 0:
+        return
+    k_how = tables.encoder(key, k.dtype, pages.key_offset is not None)
+    v_how = tables.encoder(value, v.dtype, pages.value_offset is not None)
+    rows = _rows(tokens * pages.kv_heads, max(k_how.columns, v_how.columns))
+    count = blocks(tokens, pages.seqs, pages.kv_heads, rows)
+    k_matrix, k_levels, k_bounds = constants(key, k_how.operand, k.device)
+    v_matrix, v_levels, v_bounds = constants(value, v_how.operand, v.device)
+    append_kernel[(count, 2)](
+        k,
+        *k.stride(),
+        v,
+        *v.stride(),
+        pages.key_offset,
+        pages.value_offset,
+        k_matrix,
+        v_matrix,
+        k_levels,
+        v_levels,
+        k_bounds,
+        v_bounds,
+        *_place(pages, starts, tokens),
+        2 * count,
+        pages.kv_heads,
+        k_how,
+        v_how,
+        key.row_bytes,
+        value.row_bytes,
+        tables.DTYPES[key.dtype],
+        tables.DTYPES[value.dtype],
+        pages.ring,
+        *_sequences(pages, starts, tokens),
+        rows,
+    )
+
+
+def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
+    tokens, format = keys.data.shape[0], pages.format
+    if tokens == 0:
+        return
+    count = blocks(tokens, pages.seqs, pages.kv_heads, FEW_ROWS)
+    append_codes_kernel[(count,)](
+        *(None if x is None else x.contiguous() for x in (*keys, *values)),
+        *_place(pages, starts, tokens),
+        count,
+        pages.kv_heads,
+        format.key.row_bytes,
+        format.value.row_bytes,
+        128,
+        pages.ring,
+        *_sequences(pages, starts, tokens),
+        FEW_ROWS,
+    )
+
+
+def _place(pages: Pages, starts: Tensor, tokens: int) -> tuple[Any, ...]:
+    """What slots and page layout need, in the order of the kernels."""
+    layout = pages.format.layout(pages.page_size)
+    return (
+        pages.data,
+        pages.table,
+        pages.lengths,
+        pages.overflow,
+        starts,
+        tokens,
+        pages.seqs,
+        pages.data.shape[0],
+        pages.table.shape[1],
+        pages.page_size,
+        pages.pinned,
+        layout.bytes,
+        layout.key_codes,
+        layout.key_scales,
+        layout.value_codes,
+        layout.value_scales,
+    )
+
+
+def _sequences(pages: Pages, starts: Tensor, tokens: int) -> tuple[int, int, int]:
+    """SEQS, and the shape of the table pieces that advance_lengths checks."""
+    at_once = min(64, triton.next_power_of_2(pages.seqs))
+    return seqs_constant(starts, pages.seqs, tokens), at_once, 1024 // at_once
+
+
+def _rows(n: int, columns: int) -> int:
+    """Few vectors spread over many programs; many share the rotation matrix, as far as registers allow."""
+    return FEW_ROWS if n <= 16384 or columns > 256 else MANY_ROWS

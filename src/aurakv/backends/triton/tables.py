@@ -1,0 +1,290 @@
+"""What kernels are specialised by: how a side decodes, and the constant tensors that go with it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ...codebook import Levels, boundaries
+from ...codec import Codec
+from ...rotation import hadamard, signs
+from .codes import INTERPRETED
+
+FAST_ERROR = 3e-5  # of a level, relative: below what rounding to float16 costs
+KEY_ERROR = 1.5e-4  # of a key's level in float16, relative
+PAIR_UNIT = 16.0  # keeps the second float16 of a level out of the subnormal range
+MAX_TERMS = 12
+
+# Sums of products run over at least this many elements: the smaller the pieces that an operand is made from, the more
+# elements Triton 3.6 lays out at a time (16 for pieces of 16 bits), and shorter sums count some of them several times.
+LEAST_TILE = 32
+
+DTYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class Side(NamedTuple):
+    """Constexpr of attention and decoding: how keys or values are stored and multiplied."""
+
+    dim: int
+    bits: int
+    columns: int  # of a tile: 8·groups, or dim rounded up to a power of two for raw vectors
+    groups: int
+    coef: tuple[float, ...]
+    asm: str
+    unit: float  # what levels are multiplied by, so that they are close to float16 numbers
+    pairs: bool  # whether a key's level is the sum of two float16 numbers
+    operand: Any  # dtype of matrix products; keys in float16 are multiplied by queries in two parts
+    precision: str  # of float32 products; tf32x3 is as good as float32
+
+
+class Encoder(NamedTuple):
+    """Constexpr of encoding."""
+
+    dim: int
+    bits: int
+    columns: int
+    groups: int
+    chunk: int  # coordinates rotated at a time
+    coef: tuple[float, ...]
+    bounds: tuple[float, ...]  # () to look them up; of a symmetric table the positive ones
+    symmetric: tuple[float, ...]  # positive levels of a symmetric table, see codes.quantise_symmetric
+    lsq: bool
+    post: float  # factor after the rotation, see `matrix`
+    largest: float  # scale that is stored
+    operand: Any  # dtype of the rotation's product
+
+
+def operand_of(dtype: torch.dtype) -> Any:
+    """What products of this dtype are computed in; the interpreter multiplies no bfloat16."""
+    return tl.float32 if dtype == torch.bfloat16 and INTERPRETED.value else DTYPES[dtype]
+
+
+def columns(codec: Codec) -> int:
+    """Width of a tile, at least LEAST_TILE."""
+    return _columns(codec.dim)
+
+
+def _columns(dim: int) -> int:
+    return max(LEAST_TILE, 1 << (dim - 1).bit_length())
+
+
+@functools.cache
+def side(codec: Codec, exact: bool, query: torch.dtype, key: bool = False) -> Side:
+    """Products with codes run in float16. A peaked softmax magnifies errors of keys: if float16 does not hold their
+    table nearly exactly, each level is a sum of two. Products with raw vectors run in their own type if the query has
+    it, else in float32."""
+    width = columns(codec)
+    if codec.coded:
+        if exact:
+            return Side(codec.dim, codec.bits, width, width // 8, (), "", 1.0, False, tl.float32, "tf32x3")
+        factor = float16_unit(codec.levels) if key else 1.0
+        if not factor:
+            return Side(codec.dim, codec.bits, width, width // 8, (), "", PAIR_UNIT, True, tl.float16, "tf32x3")
+        asm = "" if INTERPRETED.value else _nibble_asm(codec.levels, codec.bits, factor)
+        coef = () if asm else polynomial(codec.levels)
+        return Side(codec.dim, codec.bits, width, width // 8, coef, asm, factor, False, tl.float16, "tf32x3")
+    same = operand_of(codec.dtype) != tl.float32 and codec.dtype == query and not exact
+    single = not exact and torch.float32 not in (codec.dtype, query)  # both fit into tf32
+    operand = DTYPES[codec.dtype] if same else tl.float32
+    return Side(codec.dim, 16, width, 0, (), "", 1.0, False, operand, "tf32" if single else "tf32x3")
+
+
+@functools.cache
+def float16_unit(levels: Levels) -> float:
+    """A factor in [1, 2) that takes the levels closest to float16 numbers; 0.0 if none takes them close enough."""
+    if len(levels) > 16:
+        return 0.0
+    table = np.abs(np.array([x for x in levels if x != 0]))
+    whole = np.outer(1 / table, np.arange(1, 129)).ravel()  # takes some level to a small whole number
+    units = np.concatenate([whole, np.linspace(1, 2, 1 << 17)])
+    units = np.float32(units / 2.0 ** np.floor(np.log2(units))).astype(np.float64)
+    error = np.zeros(len(units))
+    for level in table:
+        error = np.maximum(error, np.abs(np.float16(level * units).astype(np.float64) / (level * units) - 1))
+    best = int(error.argmin())
+    return float(units[best]) if error[best] <= KEY_ERROR else 0.0
+
+
+@functools.cache
+def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
+    width = columns(codec)
+    if not codec.coded:
+        return Encoder(codec.dim, 16, width, 0, 16, (), (), (), False, 1.0, 0.0, tl.float32)
+    chunk = min(codec.dim & -codec.dim, max(16, 8192 // width))
+    bounds: tuple[float, ...] = boundaries(codec.levels) if codec.bits <= 4 else ()
+    symmetric: tuple[float, ...] = ()
+    half = len(codec.levels) // 2
+    if bounds and _symmetric(codec.levels) and codec.levels[half] > 0:
+        marked = np.array(codec.levels[half:], np.float32).view(np.int32) & ~15 | np.arange(half, 2 * half)
+        bounds, symmetric = bounds[half:], tuple(float(x) for x in marked.astype(np.int32).view(np.float32))
+    return Encoder(
+        codec.dim,
+        codec.bits,
+        width,
+        width // 8,
+        chunk,
+        _cubic(codec.levels),
+        bounds,
+        symmetric,
+        codec.scale == "lsq",
+        unit(codec),
+        torch.finfo(codec.dtype).max,
+        tl.float32 if has_offset else operand_of(source),
+    )
+
+
+@functools.cache
+def matrix(dim: int, seed: int, dtype: torch.dtype, device: torch.device, transposed: bool = False) -> Tensor:
+    """R·√dim / 2^halvings: ± a power of two, so exact in every dtype, and no sum overflows that R's would not.
+
+    [dim, columns] with entry (c, i) of coordinate c of x and column i of a rotated tile; or transposed.
+    """
+    width = _columns(dim)
+    signed = hadamard(dim) * torch.tensor(signs(dim, seed), dtype=torch.float64)  # [rotated, c]
+    padded = torch.zeros(dim, width, dtype=torch.float64)
+    column = torch.arange(width)
+    coordinate = column % (width // 8) * 8 + column // (width // 8)
+    padded[:, coordinate < dim] = signed.T[:, coordinate[coordinate < dim]]
+    padded *= 2.0 ** -_halvings(dim)
+    with torch.inference_mode(False):  # cached: must not become an inference tensor
+        return (padded.T if transposed else padded).contiguous().to(device=device, dtype=dtype)
+
+
+def level_tensor(codec: Codec, how: Side, device: torch.device) -> Tensor | None:
+    """What p_levels points to."""
+    if not codec.coded:
+        return None
+    return _pairs(codec.levels, device) if how.pairs else codec.level_tensor(torch.float32, device)
+
+
+@functools.cache
+def _pairs(levels: Levels, device: torch.device) -> Tensor:
+    """Each level times PAIR_UNIT as two float16 numbers, the larger one in the lower half of a word."""
+    exact = np.array(levels) * PAIR_UNIT
+    first = exact.astype(np.float16)
+    pairs = np.stack([first, (exact - first.astype(np.float64)).astype(np.float16)], 1)
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.ascontiguousarray(pairs).view(np.int32)[:, 0].copy()).to(device)
+
+
+def unrotate_chunk(codec: Codec) -> int:
+    """How many coordinates are rotated back at a time: a power of two that divides the dimension."""
+    return min(codec.dim & -codec.dim, max(16, 4096 // columns(codec)))
+
+
+def unit(codec: Codec) -> float:
+    """What a product with `matrix` is to be multiplied by."""
+    return 2.0 ** _halvings(codec.dim) / math.sqrt(codec.dim)
+
+
+def _halvings(dim: int) -> int:
+    return math.isqrt(dim).bit_length() - 1
+
+
+@functools.cache
+def polynomial(levels: Levels) -> tuple[float, ...]:
+    """Coefficients of an odd polynomial through the levels, within FAST_ERROR; () if there is none short enough.
+
+    In x = 2·code + 1 − n; with more than two coefficients in x/n.
+    """
+    coef = _cubic(levels)
+    if coef or not _symmetric(levels) or len(levels) > 64:
+        return coef
+    half = np.array(levels[len(levels) // 2 :])
+    if half[0] <= 0:
+        return ()
+    x = (np.arange(len(half)) + 0.5) / len(half)
+    for terms in range(3, min(len(half), MAX_TERMS) + 1):
+        powers = np.stack([x ** (2 * i + 1) for i in range(terms)], 1)
+        weight = 1 / half
+        for _ in range(40):  # reweighted least squares approach the smallest maximum
+            found = np.linalg.lstsq(powers * weight[:, None], half * weight, rcond=None)[0]
+            error = np.abs(powers @ np.float32(found) - half) / half
+            if error.max() <= FAST_ERROR:
+                return tuple(float(np.float32(c)) for c in found)
+            weight = weight * (0.3 + error / error.max())
+    return ()
+
+
+@functools.cache
+def _cubic(levels: Levels) -> tuple[float, ...]:
+    """(a, b) with level = x·(a + b·x²), x = 2·code + 1 − n, if that is exact but for rounding."""
+    if not _symmetric(levels):
+        return ()
+    half = np.array(levels[len(levels) // 2 :])
+    x = 2 * np.arange(len(half)) + 1.0
+    found = np.linalg.lstsq(np.stack([x, x**3], 1) / x[:, None], half / x, rcond=None)[0]
+    exact = np.abs(np.stack([x, x**3], 1) @ found - half) <= 1e-7 * half
+    return tuple(float(np.float32(c)) for c in found) if exact.all() else ()
+
+
+def _symmetric(levels: Levels) -> bool:
+    return all(a == -b for a, b in zip(levels, reversed(levels), strict=True))
+
+
+def _nibble_words(levels: Levels, factor: float) -> list[int]:
+    """The table of _nibble_asm: high bytes of eight float16 entries, then low bytes. [] if it cannot hold the levels.
+
+    Up to 3 bits the entries are the levels themselves; at 4 bits the magnitudes of a symmetric table.
+    """
+    if len(levels) > 16 or (len(levels) == 16 and not _symmetric(levels)):
+        return []
+    chosen = (np.array(levels[8:] if len(levels) == 16 else levels) * factor).astype(np.float16)
+    if not np.isfinite(chosen).all():
+        return []
+    entries = np.zeros(8, np.float16)
+    entries[: len(chosen)] = chosen
+    octets = entries.view(np.uint8).reshape(8, 2)
+    return [int(x) for part in (1, 0) for x in octets[:, part].copy().view(np.int32)]
+
+
+@functools.cache
+def _nibble_asm(levels: Levels, bits: int, factor: float) -> str:
+    """PTX for two words of 8 nibbles each: $j gets the float16 levels of nibble j of $8 and of $9. "" if it cannot be.
+
+    `prmt` selects four bytes of eight at once. At 4 bits the code's top bit gives the sign.
+    """
+    words = _nibble_words(levels, factor)
+    if not words:
+        return ""
+    lines = [".reg .b32 a,b,xe,xo,te,to,s,t,h,l;"]
+    if bits == 4:  # a, b: 7 − n below 8, n − 8 above
+        for source, name in (("$8", "a"), ("$9", "b")):
+            lines += [
+                f"and.b32 s, {source}, 0x88888888;",
+                "shr.b32 t, s, 3;",
+                "sub.s32 s, s, t;",
+                f"lop3.b32 {name}, {source}, s, 0x77777777, 0x82;",  # ~(word ^ s) & 7…
+            ]
+        lines += ["prmt.b32 te, $8, $9, 0x5140;", "prmt.b32 to, $8, $9, 0x7362;"]
+    else:
+        lines += ["mov.b32 a, $8;", "mov.b32 b, $9;"]
+    lines += [  # selectors: nibbles of a and b in turn, even ones in xe, odd ones in xo
+        "shl.b32 t, b, 4;",
+        "lop3.b32 xe, a, t, 0x0F0F0F0F, 0xE4;",
+        "shr.b32 t, a, 4;",
+        "lop3.b32 xo, t, b, 0x0F0F0F0F, 0xE4;",
+    ]
+    for half, signs_of in enumerate(("te", "to")):
+        for parity, selector in enumerate(("xe", "xo")):
+            if half:
+                lines.append(f"shr.b32 {selector}, {selector}, 16;")
+            lines += [
+                f"prmt.b32 h, {words[0]}, {words[1]}, {selector};",
+                f"prmt.b32 l, {words[2]}, {words[3]}, {selector};",
+            ]
+            if bits == 4:
+                source = signs_of
+                if parity == 0:
+                    lines.append(f"shl.b32 s, {signs_of}, 4;")
+                    source = "s"
+                lines.append(f"lop3.b32 h, {source}, 0x80808080, h, 0xAE;")  # (~word & sign bits) | h
+            first = 4 * half + parity
+            lines += [f"prmt.b32 ${first}, l, h, 0x5140;", f"prmt.b32 ${first + 2}, l, h, 0x7362;"]
+    return "{\n" + "\n".join(lines) + "\n}"

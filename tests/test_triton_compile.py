@@ -1,0 +1,218 @@
+"""Kernels compile ahead for GPUs that are not here, exactly as the launchers would launch them; registers and spills.
+
+Run with -s to see the figures.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from aurakv.codec import Format
+from aurakv.pages import Pages, allocate
+from aurakv.scoring import Scoring
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from aurakv.backends.triton import attention, store, tables
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+}
+
+
+class CompileOnly:
+    """Stands where a kernel is launched: specialises on the arguments as Triton does, compiles, remembers."""
+
+    def __init__(self, kernel, capability, seen):
+        self.kernel, self.capability, self.seen = kernel, capability, seen
+
+    def __getitem__(self, grid):
+        assert all(isinstance(n, int) and n > 0 for n in grid), "grids come from shapes"
+        return self.launch
+
+    def launch(self, *args, num_warps=4):
+        assert len(args) == len(self.kernel.params), self.kernel.fn.__name__
+        signature, constants, attributes = {}, {}, {}
+        for i, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=True)):
+            one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or one:
+                signature[parameter.name] = "constexpr"
+                constants[(i,)] = value
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[parameter.name] = TYPES[value.dtype]
+                aligned = value.data_ptr() % 16 == 0
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+            if aligned:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", self.capability, 32), options={"num_warps": num_warps}
+        )
+        self.seen[self.kernel.fn.__name__] = (compiled, num_warps)
+        for length, width in re.findall(
+            r"tensor<\d+x(\d+)x\w+, #ttg.dot_op<.opIdx = 0, [^>]*kWidth = (\d+)", compiled.asm["ttgir"]
+        ):
+            assert int(length) >= 4 * int(width), "Triton would count the elements of this sum several times"
+
+
+def resources(cubin: bytes, directory: Path) -> tuple[int, int, int]:
+    """Registers and bytes of stack of a kernel, and how often its main loop goes to the stack.
+
+    The main loop is the shortest one with matrix products.
+    """
+    file = directory / "kernel.cubin"
+    file.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+    def dump(option):
+        return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
+
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))[0]
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", dump("-sass"))]
+    bodies = []
+    for at, text in code:
+        target = re.search(r"BRA.*0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < at:
+            body = [other for where, other in code if int(target[1], 16) <= where <= at]
+            if any("MMA" in other and "HFMA2" not in other for other in body):
+                bodies.append(body)
+    main = min(bodies, key=len, default=[])
+    return int(registers), int(stack), sum(" LDL" in " " + text or " STL" in " " + text for text in main)
+
+
+@pytest.fixture
+def compile_for(monkeypatch, tmp_path):
+    def start(capability):
+        seen = {}
+        for module, names in ((attention, ("attend_kernel", "prepare_kernel", "finish_kernel")),
+                              (store, ("append_kernel", "append_codes_kernel", "encode_kernel"))):  # fmt: skip
+            for name in names:
+                kernel = getattr(module, name)
+                kernel = kernel.kernel if isinstance(kernel, CompileOnly) else kernel
+                monkeypatch.setattr(module, name, CompileOnly(kernel, capability, seen))
+        monkeypatch.setattr(attention, "_sms", lambda device: 132)
+        return seen
+
+    def report(seen, capability, label):
+        for name, (compiled, warps) in seen.items():
+            registers, stack, spills = resources(compiled.asm["cubin"], tmp_path)
+            print(
+                f"sm_{capability} {label} {name}: {warps} warps, {registers} registers, {stack} bytes of stack,"
+                f" {spills} spills in the main loop"
+            )
+            yield name, spills
+
+    start.report = report
+    return start
+
+
+def pages_of(name, dim, seqs, tokens, page_size, kv_heads=2):
+    width, device = -(-tokens // page_size), torch.device("cpu")
+    format = Format.parse(name, dim)
+    return Pages(
+        format,
+        page_size,
+        allocate(format, page_size, seqs * width, kv_heads, device),
+        torch.zeros(seqs, width, dtype=torch.int32),
+        torch.zeros(seqs, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def launch_attend(pages, queries, scoring=None, precision="fast", group=4):
+    tokens = pages.seqs * queries
+    q = torch.empty(tokens, pages.kv_heads * group, pages.format.key.dim, dtype=torch.bfloat16)
+    starts = torch.arange(pages.seqs + 1, dtype=torch.int32) * queries
+    attention.attend(q, pages, starts, pages.lengths, scoring or Scoring(), None, None, precision, None)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_decode(compile_for, capability):
+    """Decode without a spill, on every generation."""
+    seen = compile_for(capability)
+    launch_attend(pages_of("k4v4", 128, 2, 8192, 64), 1)
+    assert set(seen) == {"prepare_kernel", "attend_kernel", "finish_kernel"}
+    for name, spills in compile_for.report(seen, capability, "k4v4"):
+        assert spills == 0, name
+
+
+@pytest.mark.parametrize(("name", "dim"), [("k8v4", 128), ("k2v2", 64), ("k5v6", 96), ("k16v3", 128)])
+def test_decode_without_spills(compile_for, name, dim):
+    seen = compile_for(90)
+    launch_attend(pages_of(name, dim, 2, 8192, 24), 1)
+    for kernel, spills in compile_for.report(seen, 90, f"{name} d{dim}"):
+        assert spills == 0, kernel
+
+
+def test_short_context_is_one_launch(compile_for):
+    seen = compile_for(90)
+    launch_attend(pages_of("k4v4", 128, 3, 256, 256), 1)
+    assert set(seen) == {"attend_kernel"}
+    list(compile_for.report(seen, 90, "short"))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_extend(compile_for, capability):
+    seen = compile_for(capability)
+    launch_attend(pages_of("k4v4", 128, 1, 8192, 64), 512)
+    list(compile_for.report(seen, capability, "extend"))
+
+
+@pytest.mark.parametrize(("name", "dim"), [("k4v3", 512), ("k3v5", 16), ("k5v3", (576, 512)), ("k6v8", 256)])
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+def test_sums_are_long_enough(compile_for, name, dim, precision):
+    """See LEAST_TILE of the backend: a sum over fewer elements than operands are laid out for goes wrong silently."""
+    seen = compile_for(90)
+    launch_attend(pages_of(name, dim, 2, 512, 16), 1, precision=precision)
+    assert "attend_kernel" in seen
+
+
+def test_everything_at_once(compile_for):
+    seen = compile_for(90)
+    scoring = Scoring(window=100, sinks=4, softcap=30.0, first=2, recent=5, threshold=1e-3)
+    launch_attend(pages_of("k3v5", (192, 128), 2, 4096, 24), 3, scoring, "exact", group=3)
+    list(compile_for.report(seen, 90, "everything"))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_append(compile_for, capability):
+    seen = compile_for(capability)
+    pages = pages_of("k4v4", 128, 4, 1024, 1024)
+    x = torch.empty(4, 2, 128, dtype=torch.bfloat16)
+    store.append(pages, x, x, torch.arange(5, dtype=torch.int32))
+    codes = [store.encode(x, codec, None) for codec in (pages.format.key, pages.format.value)]
+    store.append_codes(pages, *codes, torch.arange(5, dtype=torch.int32))
+    assert set(seen) == {"append_kernel", "encode_kernel", "append_codes_kernel"}
+    list(compile_for.report(seen, capability, "k4v4"))
+
+
+def test_widths_use_instructions_they_should():
+    """Up to 4 bits tables become byte permutations; wider cubic tables polynomials; other wide tables are looked up."""
+
+    def how(name):
+        return tables.side(Format.parse(name, 128).key, False, torch.bfloat16)
+
+    assert all(how(f"k{bits}v4").asm for bits in (2, 3, 4))
+    assert how("k8:cubic/v4").coef
+    assert not how("k8:cubic/v4").asm
+    assert not how("k8v4").coef
+    assert not how("k4:[-4,-3,-2,-1.5,-1,-0.5,-0.2,0,0.1,0.3,0.6,1,1.5,2,3,5]/v4").asm

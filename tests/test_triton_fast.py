@@ -1,0 +1,334 @@
+"""The fast decode path against the reference in float64 on the same pages. Needs a GPU of capability 9.0 or higher."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import subprocess
+import tempfile
+
+import pytest
+import torch
+
+from aurakv.backends import reference
+from aurakv.checks import starts as check_starts
+from aurakv.codec import Format
+from aurakv.pages import Pages, allocate, parts
+from aurakv.partial import Partial
+from aurakv.scoring import Scoring
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from aurakv.backends.triton import fast_attend, fast_kernel  # noqa: E402
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU or newer"
+)
+DEFAULT = Scoring()
+MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
+
+
+def make_pages(
+    name: str, dim: int, lengths: list[int], kv_heads: int, page_size: int, seed: int = 0, spread: float = 0.5,
+    ring: tuple[int, int] | None = None, capacity: int | None = None,
+) -> Pages:  # fmt: skip
+    """Random codes in pages of random order; everything beyond the lengths is NaN."""
+    device = torch.device("cuda")
+    format = Format.parse(name, dim)
+    generator = torch.Generator(device).manual_seed(seed)
+    width = -(-max([*lengths, 1]) // page_size) if ring is None else ring[0]
+    if capacity is not None:
+        width = -(-capacity // page_size)
+    count = len(lengths) * width + 3
+    data = allocate(format, page_size, count, kv_heads, device)
+    data.fill_(255)  # NaN scales
+    order = torch.randperm(count, generator=generator, device=device)[: len(lengths) * width]
+    table = order.view(len(lengths), width).to(torch.int32)
+    pages = Pages(
+        format, page_size, data, table.contiguous(), torch.tensor(lengths, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device), ring=ring is not None, pinned=0 if ring is None else ring[1],
+    )  # fmt: skip
+    for seq, length in enumerate(lengths):
+        page, row = pages.slots(seq, torch.arange(length, device=device))
+        for part in parts(format, data, page_size):
+            codes = torch.randint(0, 256, (length, kv_heads, part.data.shape[-1]), generator=generator, device=device)
+            part.data[page, :, row] = codes.to(torch.uint8)
+            scale = torch.exp(spread * torch.randn(length, kv_heads, generator=generator, device=device))
+            assert part.scale is not None
+            part.scale[page, :, row] = scale.to(part.scale.dtype)
+    return pages
+
+
+def make_queries(
+    pages: Pages, group: int, dtype: torch.dtype = torch.float32, seed: int = 1, size: float = 1.0
+) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (pages.seqs, pages.kv_heads * group, pages.format.key.dim)
+    return (size * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
+
+
+def run(
+    q: torch.Tensor, pages: Pages, scoring: Scoring = DEFAULT, ends=None, sinks=None, splits=None
+) -> tuple[Partial, Partial]:
+    """(fast, reference in float64)"""
+    starts = check_starts("starts", None, pages.seqs, q.shape[0], q.device)
+    ends = pages.lengths if ends is None else ends
+    reason = fast_attend.why_not_fast(q, pages, starts, scoring, "fast")
+    assert reason is None, reason
+    fast = fast_attend.attend_fast(q, pages, ends, scoring, sinks, splits, None)
+    exact = reference.attend(q.double(), pages, starts, ends, scoring, sinks, None, "fast", None)
+    return fast, exact
+
+
+def close(fast: Partial, exact: Partial, limit: float = 1e-3) -> None:
+    assert torch.equal(torch.isneginf(fast.lse), torch.isneginf(exact.lse))
+    seen = ~torch.isneginf(exact.lse)
+    assert torch.allclose(fast.lse[seen].double(), exact.lse[seen], atol=2e-3, rtol=1e-3)
+    assert bool(fast.out.isfinite().all())
+    norm = exact.out.norm(dim=-1)
+    error = (fast.out.double() - exact.out).norm(dim=-1)
+    rounding = {torch.float32: 0.0, torch.float16: 5e-4, torch.bfloat16: 4e-3}[fast.out.dtype]
+    assert bool((error <= (limit + rounding) * norm + 1e-6).all()), float((error / norm.clamp_min(1e-9)).max())
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", [MINIFLOAT, CUBIC])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8])
+def test_groups(name: str, group: int) -> None:
+    pages = make_pages(name, 128, [1, 64, 63, 0, 200, 1000], 2, 64)
+    close(*run(make_queries(pages, group), pages))
+
+
+@needs_gpu
+@pytest.mark.parametrize("page_size", [32, 64, 96, 192])
+@pytest.mark.parametrize("lengths", [[4096], [0], [0, 0, 5000], [65, 129, 1, 777, 3000], [64] * 40])
+def test_lengths(lengths: list[int], page_size: int) -> None:
+    pages = make_pages(MINIFLOAT, 128, lengths, 3, page_size)
+    close(*run(make_queries(pages, 4), pages))
+
+
+@needs_gpu
+@pytest.mark.parametrize("group", [4, 8])
+def test_contiguous_of_any_size(group: int) -> None:
+    pages = make_pages(MINIFLOAT, 128, [700, 1000, 3], 2, 1000)
+    close(*run(make_queries(pages, group), pages))
+
+
+@needs_gpu
+@pytest.mark.parametrize("seqs", [1, 70, 200])
+def test_many_sequences(seqs: int) -> None:
+    """Many heads share a merge, few have many pieces each."""
+    pages = make_pages(MINIFLOAT, 128, [(37 * i) % 400 if seqs > 1 else 20000 for i in range(seqs)], 4, 64)
+    close(*run(make_queries(pages, 3), pages))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [4, 8])
+def test_dims(dim: int, dtype: torch.dtype, group: int) -> None:
+    pages = make_pages(MINIFLOAT if dtype != torch.float16 else CUBIC, dim, [100, 1500], 2, 64)
+    close(*run(make_queries(pages, group, dtype), pages))
+
+
+@needs_gpu
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(window=100), Scoring(window=64), Scoring(window=1), Scoring(first=5), Scoring(recent=70),
+        Scoring(first=65, recent=200, window=500), Scoring(causal=False), Scoring(scale=0.3), Scoring(first=5000),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_scoring(scoring: Scoring, group: int) -> None:
+    pages = make_pages(MINIFLOAT, 128, [1, 64, 300, 1000], 2, 64)
+    close(*run(make_queries(pages, group), pages, scoring))
+
+
+@needs_gpu
+def test_ends_before_the_length() -> None:
+    pages = make_pages(MINIFLOAT, 128, [500, 640], 2, 64)
+    ends = torch.tensor([130, 64], dtype=torch.int32, device="cuda")
+    close(*run(make_queries(pages, 4), pages, ends=ends))
+
+
+@needs_gpu
+def test_ring_with_pinned_pages() -> None:
+    pages = make_pages(MINIFLOAT, 128, [1000, 100, 700], 2, 64, ring=(6, 1))
+    close(*run(make_queries(pages, 4), pages, Scoring(window=200)))
+
+
+@needs_gpu
+def test_sink_logits() -> None:
+    pages = make_pages(MINIFLOAT, 128, [300, 0, 64], 2, 64)
+    sinks = torch.tensor([0.0, 3.0, -torch.inf, torch.inf, -2.0, 20.0, 1.0, 0.5], device="cuda")
+    q = make_queries(pages, 4)
+    fast, exact = run(q, pages, sinks=sinks)
+    assert torch.allclose(fast.lse.double(), exact.lse, atol=2e-3)
+    assert torch.allclose(fast.out.double(), exact.out, atol=2e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("splits", [1, 2, 7, 40])
+def test_splits_change_nothing(splits: int) -> None:
+    pages = make_pages(MINIFLOAT, 128, [3000, 10, 500], 2, 64)
+    close(*run(make_queries(pages, 4), pages, splits=splits))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", [MINIFLOAT, CUBIC])
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("factor", [1e-4, 1e-2, 1.0, 100.0, 10000.0])
+def test_value_scales_of_any_size(name: str, group: int, factor: float) -> None:
+    pages = make_pages(name, 128, [1000], 2, 64, spread=1.0)
+    scale = pages.value_parts().scale
+    assert scale is not None
+    scale.copy_((scale.float() * factor).clamp(max=65504))
+    close(*run(make_queries(pages, group), pages), limit=2e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("group", [4, 8])
+def test_growing_value_scales_and_peaked_softmax(group: int) -> None:
+    pages = make_pages(MINIFLOAT, 128, [2000], 2, 64)
+    page, row = pages.slots(0, torch.arange(1000, 2000, device="cuda"))
+    scale = pages.value_parts().scale
+    assert scale is not None
+    scale[page, :, row] = 30000.0
+    close(*run(make_queries(pages, group, size=6.0), pages), limit=3e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_damage_reaches_who_sees_it(bad: float, side: str, group: int) -> None:
+    pages = make_pages(MINIFLOAT, 128, [300, 300, 300], 2, 64)
+    part = pages.key_parts() if side == "key" else pages.value_parts()
+    page, row = pages.slots(1, torch.tensor([70], device="cuda"))
+    assert part.scale is not None
+    part.scale[page, 1, row] = bad
+    fast, exact = run(make_queries(pages, group), pages)
+    assert torch.equal(fast.out.isnan().any(-1), exact.out.isnan().any(-1))
+    assert torch.equal(fast.lse.isnan(), exact.lse.isnan())
+    close(Partial(fast.out[0], fast.lse[0]), Partial(exact.out[0], exact.lse[0]))
+    hidden, _ = run(make_queries(pages, group), pages, Scoring(window=200))
+    assert bool(hidden.out.isfinite().all())
+
+
+@needs_gpu
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_damaged_query_stays_alone(bad: float, group: int) -> None:
+    pages = make_pages(MINIFLOAT, 128, [300, 100], 2, 64)
+    q = make_queries(pages, group)
+    q[0, 1, 3] = bad
+    fast, _ = run(q, pages)
+    lost = torch.zeros(fast.lse.shape, dtype=torch.bool, device="cuda")
+    lost[0, 1] = True
+    assert torch.equal(fast.out.isnan().any(-1), lost)
+    assert torch.equal(fast.lse.isnan(), lost)
+
+
+@needs_gpu
+def test_repeats_bit_for_bit_and_ignores_neighbours() -> None:
+    pages = make_pages(MINIFLOAT, 128, [3000, 500, 2000], 4, 64)
+    q = make_queries(pages, 4)
+    first, _ = run(q, pages)
+    second, _ = run(q, pages)
+    assert torch.equal(first.out, second.out)
+    assert torch.equal(first.lse, second.lse)
+    alone = dataclasses.replace(pages, table=pages.table[1:2].contiguous(), lengths=pages.lengths[1:2].contiguous())
+    single, _ = run(q[1:2], alone)
+    assert torch.allclose(single.out[0], first.out[1], atol=1e-3, rtol=1e-3)
+    assert torch.allclose(single.lse[0], first.lse[1], atol=1e-3)
+
+
+@needs_gpu
+def test_strided_queries() -> None:
+    pages = make_pages(MINIFLOAT, 128, [100, 300], 2, 64)
+    wide = torch.randn(2, 8, 2 * 128, device="cuda")
+    close(*run(wide[:, :, 128:], pages))
+    packed = torch.randn(2, 24, 128, device="cuda")
+    close(*run(packed[:, 8:16], pages))
+
+
+@needs_gpu
+def test_graph_replay_while_lengths_grow() -> None:
+    pages = make_pages(MINIFLOAT, 128, [900, 640, 1000], 2, 64, capacity=1024)
+    q = make_queries(pages, 4)
+    starts = check_starts("starts", None, 3, 3, q.device)
+    full = pages.lengths.clone()
+    pages.lengths.copy_(torch.tensor([0, 64, 100], dtype=torch.int32))
+
+    def step() -> Partial:
+        return fast_attend.attend_fast(q, pages, pages.lengths, Scoring(), None, None, None)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        part = step()
+    for length in range(1, 900, 37):
+        pages.lengths.copy_(torch.minimum(full, torch.full_like(full, length)))
+        graph.replay()
+        exact = reference.attend(q.double(), pages, starts, pages.lengths, Scoring(), None, None, "fast", None)
+        close(part, exact)
+
+
+def test_says_why_not() -> None:
+    assert fast_attend.why_not_format(Format.parse(MINIFLOAT, 128)) is None
+    assert fast_attend.why_not_format(Format.parse(CUBIC, 256)) is None
+    assert "4-bit" in (fast_attend.why_not_format(Format.parse("k8v4", 128)) or "")
+    assert "level tables" in (fast_attend.why_not_format(Format.parse("k4:lloyd-max/v4", 128)) or "")
+    assert "dim" in (fast_attend.why_not_format(Format.parse("k4v4", 80)) or "")
+
+
+def compile_decode(capability: int, group: int, dim: int, name: str, tile: int) -> str:
+    """Resource usage of the decode kernel, compiled without a GPU."""
+    fixed = {"GROUP": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True, "STAGES": 2}
+    kind = fast_attend._levels(Format.parse(name, dim))
+    assert kind is not None
+    swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
+    fixed |= {"LEVELS": kind.value_kind, "UNITS_LAYOUT": swizzled, "SCALES_LAYOUT": plain}
+    types = {
+        "units": f"tensordesc<i16[1, 2, {tile * dim // 256}, 64],{swizzled!r}>",
+        "scales": f"tensordesc<fp16[1, 2, {tile}],{plain!r}>",
+        **dict.fromkeys(("signs", "pieces", "lses"), "*fp32"),
+        **dict.fromkeys(("constants", "table", "lengths", "ends"), "*i32"),
+        **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
+        **dict.fromkeys(fixed, "constexpr"),
+        "q": "*bf16",
+    }
+    kernel = fast_kernel.fast_decode
+    names = kernel.arg_names
+    signature = {n: types.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    source = GluonASTSource(kernel, signature, {(names.index(n),): value for n, value in fixed.items()}, aligned)
+    options = {"num_warps": 1, "maxnreg": fast_attend._registers(dim, group)}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    binaries = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(binaries / "cuobjdump"), "-res-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize(
+    ("capability", "name", "dim", "tile"),
+    [
+        (90, MINIFLOAT, 128, 64), (90, CUBIC, 128, 64), (90, MINIFLOAT, 128, 32), (90, MINIFLOAT, 64, 64),
+        (90, CUBIC, 256, 32), (100, MINIFLOAT, 128, 64),
+    ],
+)  # fmt: skip
+def test_compiles_without_spills(capability: int, group: int, name: str, dim: int, tile: int) -> None:
+    usage = compile_decode(capability, group, dim, name, tile)
+    print(usage.strip().splitlines()[-1])
+    assert "STACK:0" in usage
+    assert "LOCAL:0" in usage
