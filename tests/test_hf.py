@@ -365,12 +365,16 @@ def test_crop(name):
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
 
 
-def test_crop_beyond_what_a_window_keeps():
-    _, ours = made("mistral")
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_crop_beyond_what_a_window_keeps(name):
+    """Refused for all layers or none, also where only some have a window."""
+    _, ours = made(name)
     cache = AuraCache(ours.config, "k4v4", rollback=0)
     logits(ours, cache, prompt(1, 400), (400,))
     with pytest.raises(kv.CapacityError, match="rolled back"):
         cache.crop(-300)
+    assert all(layer.cache.lengths == [400] for layer in cache.compressed)
+    assert cache.get_seq_length() == 400
 
 
 def test_deepcopy():

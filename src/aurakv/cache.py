@@ -283,14 +283,18 @@ class KVCache:
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
+        self.check_truncate(seq, length)
+        for table in self._tables:
+            table.truncate(seq, length)
+
+    def check_truncate(self, seq: int, length: int) -> None:
+        """Raise what `truncate` would raise and change nothing: for those who truncate several sequences or caches."""
         self.sync()
         self._table.check_seq(seq)
         if not (isinstance(length, int) and 0 <= length <= self._table.lengths[seq]):
             raise InputError(f"sequence {seq} can be truncated to 0 … {self._table.lengths[seq]} tokens, got {length}")
         for table in self._tables:
             table.check_rollback(seq, length)
-        for table in self._tables:
-            table.truncate(seq, length)
 
     def free(self, seq: int) -> None:
         """Give back the pages of a sequence; it stays as an empty one."""

@@ -81,6 +81,12 @@ class AuraCache(Cache):  # type: ignore[misc]
             raise InputError(f"this cache was made for a model of {len(self.layers)} layers, got layer {layer_idx}")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last −n columns (older versions: keep the first n) from all layers, or from none."""
+        for layer in self.compressed:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         index = beam_idx.tolist()  # once for all layers
         for layer in self.layers:

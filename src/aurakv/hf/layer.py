@@ -142,15 +142,24 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last −n columns; a positive number is the count of columns to keep."""
+        columns, lengths = self.check_crop(tokens_to_remove)
+        if self.cache is not None:
+            for seq, length in enumerate(lengths):
+                self.cache.truncate(seq, length)
+        self.columns = columns
+
+    def check_crop(self, tokens_to_remove: int) -> tuple[Columns, list[int]]:
+        """Columns and lengths as `crop` would leave them, or its refusal; nothing changes."""
         self._settle()
         count, total = int(tokens_to_remove), self.columns.total  # some versions pass a tensor
         remove = max(0, total - count) if count > 0 else min(-count, total)
         if self.cache is None or not remove:
-            return
-        columns, lengths = self.columns.copy(), self.cache.lengths
-        for seq, removed in enumerate(columns.crop(remove)):
-            self.cache.truncate(seq, lengths[seq] - removed)
-        self.columns = columns
+            return self.columns, []
+        columns = self.columns.copy()
+        lengths = [length - gone for length, gone in zip(self.cache.lengths, columns.crop(remove), strict=True)]
+        for seq, length in enumerate(lengths):
+            self.cache.check_truncate(seq, length)
+        return columns, lengths
 
     def activate_past_recording(self) -> None:
         """Nothing to do: rings always keep `rollback` tokens more than their window."""
