@@ -2,9 +2,10 @@
 
 from . import library  # noqa: F401  registers torch.ops.aurakv
 from .backends import why_not
-from .cache import Exact, KVCache
+from .cache import KVCache
 from .codec import Codec, Codes, Format
 from .errors import AuraError, BackendError, CapacityError, FileError, InputError
+from .exact import Exact
 from .files import load, save
 from .ops import append, append_codes, attend, attend_dense, attend_workspace, decode, encode, scores, values
 from .pages import Pages

@@ -14,24 +14,12 @@ from . import backends, checks, ops
 from .checks import Starts
 from .codec import Codec, Codes, Format
 from .errors import InputError
+from .exact import Exact
 from .pages import Pages
 from .partial import Partial, merge, sink
 from .pool import PagePool
 from .scoring import Scoring
 from .table import Kept, Table, round_up
-
-
-class Exact(NamedTuple):
-    """Tokens used uncompressed: the first of a sequence and, for each query, the most recent, by position alone."""
-
-    first: int = 0
-    recent: int = 0
-    dtype: torch.dtype = torch.bfloat16  # they are stored in
-    rollback: int = 16  # how far a sequence can be truncated
-
-    def seen(self, key: Tensor, query: int) -> Tensor:
-        """Which keys the query at a position uses uncompressed; both are positions."""
-        return (key < self.first) | (key > query - self.recent)
 
 
 class KVCache:
@@ -40,7 +28,7 @@ class KVCache:
     def __init__(self, table: Table, exact: Exact | None = None, backend: str | None = None) -> None:
         self._table, self.backend = table, backend
         self.exact = exact or Exact()
-        self._exact_table = self._make_exact_table()
+        self._exact_table = self.exact.table(table)
         for made in self._tables if backend is not None else []:  # now, not after an append has taken pages
             backends.select(backend, made.pool.format, made.pool.device)
 
@@ -427,17 +415,6 @@ class KVCache:
             precision=call.precision,
             backend=self.backend,
         )
-
-    def _make_exact_table(self) -> Table | None:
-        """Exact tokens are a ring of 16-bit vectors: `recent` is its window, `first` its sinks."""
-        first, recent, dtype, rollback = self.exact
-        for name, number in (("first", first), ("recent", recent), ("rollback", rollback)):
-            checks.whole(name, number, 0)
-        if not first and not recent:
-            return None
-        key, value = (Codec(codec.dim, 16, dtype=dtype) for codec in (self.format.key, self.format.value))
-        pool = PagePool(Format(key, value), 0, 16, self.pool.kv_heads, self.pool.device, growable=True)
-        return Table(pool, self.seqs, kept=Kept(max(recent, 1), first, 16, rollback))
 
 
 class _Call(NamedTuple):

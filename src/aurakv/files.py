@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .cache import Exact, KVCache
+from .cache import KVCache
 from .errors import AuraError, FileError, InputError
+from .exact import Exact
 from .manifest import Manifest, read_json, same_names, shown
 from .pages import allocate, copy_rows, parts
 from .pool import PagePool

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .cache import Exact
 from .codec import DTYPE_NAMES, DTYPES, Format
 from .errors import FileError, InputError
+from .exact import Exact
 from .rotation import MAX_DIM
 from .table import MAX_LENGTH, Kept
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
-from ..cache import Exact, KVCache
+from ..cache import KVCache
 from ..codec import Codec, Format
 from ..errors import InputError
+from ..exact import Exact
 from ..ops import decode, encode
 from ..scoring import Scoring
 from .columns import Columns

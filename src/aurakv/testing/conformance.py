@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .. import backends, ops, pages, pool
 from ..backends import reference
-from ..cache import Exact, KVCache
+from ..cache import KVCache
 from ..codec import Codec, Codes, Format
+from ..exact import Exact
 from ..packing import unpack
 from ..partial import Partial
 from ..pool import PagePool
