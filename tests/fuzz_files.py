@@ -298,7 +298,8 @@ def attend_all(cache: kv.KVCache) -> None:
     try:
         part = cache.attend(q, starts)
     except kv.InputError as error:  # a ring that was rolled back as far as it goes: only its next token may attend
-        assert "no longer held" in str(error), error
+        if "no longer held" not in str(error):
+            raise
         return
     assert part.out.shape == (starts[-1], cache.pool.kv_heads, cache.format.value.dim)
     for seq, length in enumerate(lengths):
