@@ -132,9 +132,8 @@ class Pages:
         if bool(bad.any()):
             seq = int(bad.int().argmax())
             raise InputError(f"the table of sequence {seq} names pages outside 0 … {self.data.shape[0] - 1}")
-        for name, offset in (("key_offset", self.key_offset), ("value_offset", self.value_offset)):
-            if offset is not None and not bool(offset.isfinite().all()):
-                raise InputError(f"{name} must be finite")
+        check_finite("key_offset", self.key_offset)
+        check_finite("value_offset", self.value_offset)
 
 
 @torch.inference_mode(False)  # pages outlive the mode they are made in
@@ -196,3 +195,9 @@ def check_offset(name: str, offset: Tensor | None, codec: Codec, kv_heads: int, 
         raise InputError(f"{name} requires grad and aurakv computes no gradients: detach it")
     if offset.device != device:
         raise InputError(f"{name} must be on {device} like the data, got {offset.device}")
+
+
+def check_finite(name: str, offset: Tensor | None) -> None:
+    """Waits for the device."""
+    if offset is not None and not bool(offset.isfinite().all()):
+        raise InputError(f"{name} must be finite")

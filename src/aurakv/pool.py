@@ -10,7 +10,7 @@ from torch import Tensor
 from .checks import whole
 from .codec import Format
 from .errors import CapacityError, InputError
-from .pages import allocate, check_offset, copy_rows
+from .pages import allocate, check_finite, check_offset, copy_rows
 
 MAX_PAGES = 2**31 - 1  # page indices are int32
 
@@ -41,9 +41,8 @@ class PagePool:
         device = torch.empty(0, device=device).device  # with its index
         check_offset("key_offset", key_offset, format.key, kv_heads, device)
         check_offset("value_offset", value_offset, format.value, kv_heads, device)
-        for name, offset in (("key_offset", key_offset), ("value_offset", value_offset)):
-            if offset is not None and not bool(offset.isfinite().all()):
-                raise InputError(f"{name} must be finite")
+        check_finite("key_offset", key_offset)
+        check_finite("value_offset", value_offset)
         self.format, self.page_size, self.growable = format, page_size, growable
         self.key_offset, self.value_offset = key_offset, value_offset
         self.data = allocate(format, page_size, num_pages, kv_heads, device)
