@@ -306,9 +306,11 @@ class KVCache:
     def sync(self) -> None:
         """Read the lengths from the device, after a captured graph or compiled function appended to `pages`."""
         self._table.sync()
-        exact = self._exact_table
-        if exact is not None and exact.lengths != self.exact.held(self._table.lengths):
-            self._table.lengths = list(exact.lengths)
+        exact, lengths = self._exact_table, self._table.lengths
+        held = self.exact.held(lengths)
+        if exact is not None and exact.lengths != held:
+            both = zip(lengths, held, exact.lengths, strict=True)
+            self._table.lengths = [length if h == e else e for length, h, e in both]
             self._table.publish()
             raise InputError(
                 "this cache keeps exact tokens, so tokens appended to its pages directly were dropped: use append"
