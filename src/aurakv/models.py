@@ -53,7 +53,7 @@ def smollm2(folder: Path | str | None = None, report: Report = lambda line: None
         check(gguf)
         report("converting SmolLM2-135M-Instruct, once (540 MB)")
         made = Path(work) / "model"
-        _convert(gguf, made)
+        convert(gguf, made)
         if not target.is_dir():  # another process may have been faster
             made.rename(target)
     return target
@@ -133,7 +133,7 @@ def _download(work: Path) -> Path:
     return work / GGUF
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def convert(gguf: Path, target: Path) -> None:
     """From quantised blocks to float32 safetensors, which load in half a second."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

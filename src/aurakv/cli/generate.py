@@ -118,7 +118,7 @@ class Chat:
 
     def answer(self, prompt: str, write: Callable[[str], None]) -> dict[str, Any]:
         """Text and statistics of an answer; the turn is part of the conversation from now on."""
-        from ..hf.choose import bytes_held
+        from ..evaluation.tensors import bytes_of
 
         turns = [*self.turns, {"role": "user", "content": prompt}]
         ids = self._ids(turns)
@@ -136,7 +136,7 @@ class Chat:
         )[0].tolist()
         self.read = made[: self.cache.get_seq_length()]
         self.turns = [*turns, {"role": "assistant", "content": stream.text}]
-        held = bytes_held(self.cache)
+        held = bytes_of(self.cache)
         return {
             "text": stream.text,
             "format": self.args.format,
