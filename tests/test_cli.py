@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("rich", reason="rich is not installed")
 
+import make_cli_docs
+
 import aurakv
 from aurakv import cli
 from aurakv.cli import frame
@@ -72,6 +74,11 @@ def test_help_has_examples_that_parse(call, command):
     for first, *words in examples:
         assert first == "aurakv"
         cli.parser().parse_args(words)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse breaks lines in other places")
+def test_the_page_about_the_commands_is_current():
+    assert make_cli_docs.PAGE.read_text(encoding="utf-8") == make_cli_docs.page(), "make docs writes it anew"
 
 
 def test_no_command(refused):
@@ -279,6 +286,87 @@ def test_generate_refuses(refused, small, tmp_path, monkeypatch):
     assert "there is no folder" in refused("generate", "--prompt", "x", "--model", tmp_path / "none")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert "nothing to answer" in refused("generate", "--model", small)
+
+
+# demo
+
+
+def test_demo(answer, call, small, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from transformers import AutoModelForCausalLM
+
+    from aurakv.hf import attach
+
+    picture = tmp_path / "demo.png"
+    options = (
+        "demo",
+        "--model",
+        small,
+        "--tokens",
+        300,
+        "--answer",
+        8,
+        "--picture",
+        picture,
+        "--format",
+        "k16v16,k4v4",
+    )
+    found = answer(*options)
+    none, exact, coded = found["rows"]
+    assert [row["cache"] for row in found["rows"]] == ["none", "k16v16", "k4v4"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert none["bytes_per_token"] == 4 * 2 * 2 * 2 * 16
+    assert (none["top1"], none["kl"], none["same_tokens"], none["tokens_from_codes"]) == (1, 0, 8, 0)
+    assert (exact["text"], exact["same_tokens"]) == (none["text"], 8)
+    assert exact["kl"] == pytest.approx(0, abs=1e-6)
+    assert coded["kl"] > 1e-6
+    assert coded["tokens_from_codes"] > 250
+    assert coded["bytes"] < none["bytes"] / 2
+    assert all(row["tokens_per_second"] > 0 for row in found["rows"])
+    model = AutoModelForCausalLM.from_pretrained(small).eval()
+    cache = attach(model, "k4v4")
+    ids = demo_ids(small, 300)
+    made = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert found["prompt_tokens"] == ids.shape[1]
+    assert coded["text"] == demo_text(small, made[0, 300:].tolist()), "the text is that of model.generate"
+    _, out, _ = call(*options)
+    assert str(picture) in out.replace("\n", "")
+    assert f"{coded['top1']:.1%}" in out
+
+
+def demo_ids(folder, tokens):
+    from aurakv.cli import demo, loading
+
+    args = cli.parser().parse_args(["demo", "--model", str(folder), "--tokens", str(tokens), "--json"])
+    return demo._prompt(args, loading.load(args, frame.Screen(args)))
+
+
+def demo_text(folder, tokens):
+    from transformers import AutoTokenizer
+
+    from aurakv.cli import demo
+
+    return demo._text(AutoTokenizer.from_pretrained(folder), tokens)
+
+
+def test_demo_prompt_keeps_the_template(small):
+    from transformers import AutoTokenizer
+
+    text = AutoTokenizer.from_pretrained(small).decode(demo_ids(small, 300)[0])
+    assert text.startswith("<user>CHAPTER I")
+    assert text.endswith("?\n<assistant>")
+    assert "\u241e" not in text
+
+
+def test_demo_refuses(refused, small, tmp_path):
+    options = ("demo", "--model", small, "--picture", tmp_path / "demo.png")
+    assert "compressed formats, each once" in refused(*options, "--format", "k4v4,none")
+    assert "compressed formats, each once" in refused(*options, "--format", "k4v4,k4v4")
+    assert "a format name is" in refused(*options, "--format", "k4", "--tokens", 300)
+    assert "2,048 tokens of this model" in refused(*options)
+    assert "--tokens must be from" in refused(*options, "--tokens", 9)
+    assert "a picture must end with" in refused("demo", "--model", small, "--picture", tmp_path / "demo")
+    assert "No such file" in refused(*options, "--tokens", 300, "--file", tmp_path / "none")
 
 
 # bench

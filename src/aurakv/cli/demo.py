@@ -28,9 +28,9 @@ def add(subparsers: Any) -> None:
         "compare the compressed caches with the uncompressed one on a real model",
         "A model reads a long text and answers a question about it, with the uncompressed cache and with each format.\n"
         "Shown for each: the bytes that the cache holds, counted from its tensors; tokens/s of decoding, the caches\n"
-        "taking turns token by token; the answers; and over all tokens of the prompt, which read the compressed history,\n"
-        "how far the predictions are from those of the uncompressed model (mean KL divergence in nats) and how often\n"
-        "both find the same token most likely. Saves a picture.",
+        "taking turns token by token; the answers; and over all tokens of the prompt, which read the compressed\n"
+        "history, how far the predictions are from those of the uncompressed model (mean KL divergence in nats) and\n"
+        "how often both find the same token most likely. Saves a picture.",
         [
             "aurakv demo",
             "aurakv demo --format k8v4,k4v4 --tokens 2K --picture demo.png",
@@ -156,8 +156,8 @@ def _show(screen: frame.Screen, results: list[dict[str, Any]], facts: dict[str, 
         "",
         ["cache", ">held", ">bytes a token", ">smaller", ">tokens/s", ">faster", ">KL", ">same top choice"],
         [(r["cache"], frame.bytes_text(r["bytes"]), f"{r['bytes_per_token']:,.0f}",
-          f"{base['bytes'] / r['bytes']:.2f}x", f"{r['tokens_per_second']:.1f}", f"{r['times_faster']:.2f}x", f"{r['kl']:.4f}" if r is not base else "",
-          f"{r['top1']:.1%}" if r is not base else "") for r in results],
+          f"{base['bytes'] / r['bytes']:.2f}x", f"{r['tokens_per_second']:.1f}", f"{r['times_faster']:.2f}x",
+          f"{r['kl']:.4f}" if r is not base else "", f"{r['top1']:.1%}" if r is not base else "") for r in results],
     )  # fmt: skip
     screen.table(
         f"the first {answer} tokens of the answers",
