@@ -35,8 +35,8 @@ class Kept(NamedTuple):
 class Table:
     """The page table of some sequences, on the host and as `pages` on the device.
 
-    kept: a ring; else max_width bounds the entries of a sequence (None: as many as needed). A growable pool without
-    `kept` makes a contiguous table: one page per sequence, which grows.
+    kept: a ring; else max_width bounds the entries of a sequence (None: as many as needed). A growable pool and a width
+    of 1 make a contiguous table: one page per sequence, which grows.
     """
 
     def __init__(self, pool: PagePool, seqs: int, max_width: int | None = None, kept: Kept | None = None) -> None:
@@ -59,7 +59,7 @@ class Table:
 
     @property
     def contiguous(self) -> bool:
-        return self.kept is None and self.pool.growable
+        return self.max_width == 1 and self.kept is None and self.pool.growable
 
     @property
     def bytes_held(self) -> int:
@@ -120,7 +120,8 @@ class Table:
         touched = [(seq, entry, page) for seq, entry, page in touched if page < 0 or self.pool.references(page) > 1]
         shared = Counter(page for _, _, page in touched if page >= 0)
         copies = sum(min(users, self.pool.references(page) - 1) for page, users in shared.items())
-        self.pool.need(len(touched) - shared.total() + copies)
+        growing = self.kept is None and self.pool.growable and not self.contiguous
+        self.pool.need(len(touched) - shared.total() + copies, self.pool.num_pages // GROWTH if growing else 0)
         for row in self.rows:
             row += [-1] * (width - len(row))
         for seq, entry, page in touched:
