@@ -49,6 +49,10 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
+    @property
+    def alive(self):
+        return all(process.is_alive() for process in self.processes)
+
     def run(self, function, *arguments, wait=120):
         """What the function returns on each rank; None for a rank that has died."""
         for pipe in self.pipes:

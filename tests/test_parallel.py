@@ -3,13 +3,10 @@
 import dataclasses
 import hashlib
 import itertools
-import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 
 import aurakv as kv
 from aurakv.parallel import collective
@@ -22,21 +19,6 @@ INF = float("inf")
 
 def rand(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """Groups by their size; each is started once."""
-    started = {}
-
-    def get(size):
-        if size not in started or not all(process.is_alive() for process in started[size].processes):
-            started[size] = Ranks(size)
-        return started[size]
-
-    yield get
-    for group in started.values():
-        group.close()
 
 
 def digest(*tensors):
@@ -184,7 +166,7 @@ class Case:
     format: str = "k4v4"
     storage: str = "growing"
     scoring: kv.Scoring = dataclasses.field(default_factory=kv.Scoring)
-    exact: kv.Exact = kv.Exact()
+    exact: kv.Exact | None = None
     offsets: bool = False
     sink_logits: tuple[float, ...] | None = None
     dtype: torch.dtype = torch.float32
@@ -255,7 +237,7 @@ def make(case, seqs=3):
         ring = (format, seqs, H, case.scoring.window, case.scoring.sinks)
         return (
             kv.KVCache.ring(*ring, page_size=16, rollback=8, **options, **offsets),
-            kv.ShardedCache.ring(*ring, page_size=16 if case.block == 32 else None, rollback=8, **options, **offsets, **sharing),
+            kv.ShardedCache.ring(*ring, page_size=16, rollback=8, **options, **offsets, **sharing),
         )
     whole = kv.KVCache.contiguous(format, seqs, H, **options, **offsets)
     if case.storage == "paged":

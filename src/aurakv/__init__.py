@@ -9,7 +9,7 @@ from .exact import Exact
 from .files import load, save
 from .ops import append, append_codes, attend, attend_dense, attend_workspace, decode, encode, scores, values
 from .pages import Pages
-from .parallel import ShardedCache, all_merge
+from .parallel import ShardedCache, all_merge, load_shards, receive, save_shards, send
 from .partial import Partial, merge, sink
 from .pool import PagePool
 from .scoring import Scoring
@@ -42,9 +42,13 @@ __all__ = [
     "decode",
     "encode",
     "load",
+    "load_shards",
     "merge",
+    "receive",
     "save",
+    "save_shards",
     "scores",
+    "send",
     "sink",
     "values",
     "why_not",

@@ -166,6 +166,18 @@ class Table:
         """`highest` after truncating: where nothing is left in the ring, what comes next is held from there on."""
         return length if length <= self.pinned * self.pool.page_size else min(highest, length + self.pages.wrap)
 
+    def page_at(self, seq: int, position: int) -> int:
+        """The page of the pool that holds a position."""
+        page = position // self.pool.page_size
+        if self.kept is not None and page >= self.pinned:
+            page = self.pinned + (page - self.pinned) % (len(self.rows[seq]) - self.pinned)
+        return self.rows[seq][page]
+
+    def place(self, seq: int, length: int, highest: int) -> None:
+        """Give a sequence that has its pages the tokens that somebody writes there."""
+        self.lengths[seq], self.highest[seq] = length, highest
+        self.publish()
+
     def reorder(self, index: list[int]) -> None:
         rows = [list(self.rows[seq]) for seq in index]
         for row in rows:  # before anything is released

@@ -2,5 +2,7 @@
 
 from .collective import all_merge
 from .sharded import ShardedCache
+from .shards import load_shards, save_shards
+from .transfer import receive, send
 
-__all__ = ["ShardedCache", "all_merge"]
+__all__ = ["ShardedCache", "all_merge", "load_shards", "receive", "save_shards", "send"]

@@ -102,9 +102,7 @@ def _covered(share: Share, span: range, length: int) -> range:
 
 def entries(table: Table, seq: int, run: range) -> list[int]:
     """The pages of a run of local positions that begins with a page."""
-    size, row, pinned = table.pool.page_size, table.rows[seq], table.pinned
-    pages = range(run.start // size, -(-run.stop // size))
+    size = table.pool.page_size
     if table.kept is None:
-        return row[pages.start : pages.stop]
-    turn = len(row) - pinned
-    return [row[page if page < pinned else pinned + (page - pinned) % turn] for page in pages]
+        return table.rows[seq][run.start // size : -(-run.stop // size)]
+    return [table.page_at(seq, position) for position in range(run.start, run.stop, size)]
