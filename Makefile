@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-model test-full fuzz lint format golden clean
+.PHONY: demo test test-model test-full fuzz lint format docs golden clean
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
@@ -31,6 +31,9 @@ lint: $(VENV)/.lint
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.test
+	$(BIN)/python tests/make_cli_docs.py
 
 golden: $(VENV)/.test
 	$(BIN)/python tests/make_golden.py
