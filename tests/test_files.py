@@ -43,7 +43,7 @@ CACHES = {
     "ring with sinks": lambda: kv.KVCache.ring(fmt("k3v5"), 4, 2, window=9, sinks=5, page_size=4, chunk=8, rollback=2),
     "ring exact": lambda: kv.KVCache.ring(OWN, 4, 2, window=17, sinks=2, page_size=5, rollback=6, exact=EXACT),
     "first tokens": lambda: kv.KVCache.contiguous(fmt("k4v4"), 4, 2, exact=kv.Exact(first=4)),
-    "many first tokens": lambda: kv.KVCache.paged(
+    "paged by 7, many first tokens": lambda: kv.KVCache.paged(
         pool(fmt("k4v4"), 7, key_offset=offset(32)), 4, exact=kv.Exact(100, 0, torch.float16)
     ),
     "ring first tokens": lambda: kv.KVCache.ring(fmt("k4v4"), 4, 2, window=9, page_size=4, exact=kv.Exact(first=2)),
