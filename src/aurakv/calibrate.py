@@ -30,6 +30,7 @@ class Moments:
         self.keys = self.queries = 0
         self._k = self._k2 = self._q2 = torch.zeros(())
 
+    @torch.no_grad()
     def add(self, k: Tensor, q: Tensor | None = None) -> None:
         """Keys [tokens, kv_heads, dim] and queries [tokens, heads, dim]; vectors that are not finite do not count."""
         kv_heads = k.shape[1]
@@ -69,6 +70,7 @@ def measured(format: str, k: Tensor, q: Tensor | None = None, real: Tensor | Non
     return moments.layer(format)
 
 
+@torch.no_grad()
 def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> float:
     """By how many nats attention on codes differs from that on the keys: the mean KL divergence over some queries.
 

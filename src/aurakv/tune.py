@@ -25,10 +25,11 @@ from .hf import AuraCache
 from .hf.observe import observe
 from .hf.support import head_dim, slots
 from .policy import LayerPolicy, Policy
+from .table import Kept
 
 PROBE = 4  # bits at which a side of a layer is measured
 WIDTHS = (2, 3, 4, 5, 6, 8)
-FIRST = 4
+FIRST, ROLLBACK = 4, 32  # as in AuraCache
 _BATCH = 12  # caches that are measured side by side
 
 Progress = Callable[[str, int, int], None]
@@ -77,7 +78,7 @@ def sensitivities(
             progress("layers alone", min(start + _BATCH, len(names)), len(names))
     windows = [slot.window for slot in slots(model.config) if slot.other is None]
     return [
-        Layer(known[f"k{i}"], known[f"v{i}"], 1.0 if window is None else min(1.0, window / context))
+        Layer(known[f"k{i}"], known[f"v{i}"], 1.0 if window is None else min(1.0, _ring(window) / context))
         for i, window in enumerate(windows)
     ]
 
@@ -141,6 +142,11 @@ def _alone(config: Any, policy: Policy, name: str) -> Callable[[], AuraCache]:
     raw = LayerPolicy("k16v16")
     layers = [layer.with_format(format, policy.head_dim) if i == at else raw for i, layer in enumerate(policy.layers)]
     return lambda: AuraCache(config, replace(policy, layers=tuple(layers)))
+
+
+def _ring(window: int) -> int:
+    """Tokens that the ring of a window has room for in an AuraCache."""
+    return Kept(window, 0, max(16, window // 8), ROLLBACK).width(64) * 64
 
 
 def _growth(side: Any, bits: int) -> float:

@@ -15,7 +15,8 @@ from ..codec import Format
 from ..errors import InputError
 from ..policy import LayerPolicy, Policy, shipped
 from .attention import NAME, register
-from .layer import AuraLayer, Options, Shared
+from .layer import AuraLayer
+from .shared import Options, Shared
 from .support import head_dim, slots
 
 Formats = str | Path | Policy | Callable[[int, int], str]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,67 +26,10 @@ from ..ops import decode, encode
 from ..policy import LayerPolicy
 from ..scoring import Scoring
 from .columns import Columns
-
-FOREVER = 2**31 - 1  # the reach of tokens without a window
+from .shared import Options, Shared
 
 _numbers = itertools.count()
 _live: weakref.WeakValueDictionary[int, AuraLayer] = weakref.WeakValueDictionary()
-
-
-class Options(NamedTuple):
-    """What the layers of a cache have in common."""
-
-    first: int
-    recent: int
-    rollback: int
-    centre: bool  # layers without a policy take their offset and balance from the first tokens they get
-    widen: bool  # keys that would be lost are stored wider; otherwise somebody is told
-    backend: str | None
-    precision: str
-
-
-class Shared:
-    """State of one cache that all its layers use."""
-
-    def __init__(self) -> None:
-        self.warned = False
-        self.lost: list[str] = []  # one sentence for each layer whose keys do not survive its format
-        self._read: tuple[Tensor, int, int, Tensor | None] | None = None
-
-    def real(self, reach: Tensor | None, layer: AuraLayer, count: int) -> Tensor | None:
-        """Which of the new tokens [seqs, count] are real; None: all. A mask is read once for all layers."""
-        far, real, past = FOREVER, None, layer.columns.total
-        if reach is not None:
-            if self._read is None or self._read[0] is not reach or self._read[1] != past:
-                self._read = (reach, past, *_read_reach(reach, layer, count))
-            far, real = self._read[2:]
-        if far != (layer.window or FOREVER) and far > 0:
-            asked = "all tokens" if far == FOREVER else f"a window of {far}"
-            raise InputError(f"this cache was made for another model: {layer} in a layer that attends to {asked}")
-        return real
-
-    def warn(self) -> None:
-        if not self.warned:
-            self.warned = True
-            warnings.warn(
-                "the attention function of this model is not 'aurakv', so the compressed cache is decoded at every step"
-                " (right results, but slow): use aurakv.hf.attach(model) or model.set_attn_implementation('aurakv')",
-                stacklevel=2,
-            )
-
-    def tell(self, layer: AuraLayer, nats: float, better: str) -> None:
-        """Warn once for a cache; all sentences are kept."""
-        self.lost.append(
-            f"keys do not survive {layer.format} in a layer of this model (attention moves by {nats:.2g} nats where"
-            f" {LOST} are tolerated): {better} would keep them, or AuraCache without a format, which chooses by itself"
-        )
-        if len(self.lost) == 1:
-            warnings.warn(self.lost[0], stacklevel=2)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
-        clone = memo[id(self)] = Shared()
-        clone.lost = list(self.lost)
-        return clone
 
 
 class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -433,23 +375,6 @@ def _enrol(layer: AuraLayer) -> Tensor:
     number = next(_numbers)
     _live[number] = layer
     return torch.tensor(number)
-
-
-def _read_reach(reach: Tensor, layer: AuraLayer, count: int) -> tuple[int, Tensor | None]:
-    """How far back the new tokens are seen, and which of them are real."""
-    past, columns = layer.columns.total, reach.shape[1]
-    if columns != past + count:
-        raise InputError(f"the attention mask must cover all {past + count} tokens, past and new, got {columns}")
-    assert layer.cache is not None
-    counts = (reach[:, :past] > 0).sum(1, keepdim=True, dtype=torch.int32)
-    read = torch.cat([counts, reach[:, past:]], 1).cpu()
-    if read[:, 0].tolist() != layer.cache.lengths:
-        raise InputError(
-            f"the attention mask must show the {layer.cache.lengths} tokens that the sequences of this cache hold,"
-            f" got {read[:, 0].tolist()}"
-        )
-    real = read[:, 1:] > 0
-    return int(read[:, 1:].max()), None if bool(real.all()) else real
 
 
 def _round_trip(x: Tensor, codec: Codec, offset: Tensor | None, backend: str | None) -> Tensor:
