@@ -82,7 +82,8 @@ def error(q: torch.Tensor, pages: Pages) -> float:
     one = Pages(pages.format, pages.page_size, pages.data, pages.table[:1], pages.lengths[:1], pages.overflow)
     starts = check_starts("starts", None, 1, 1, DEVICE)
     exact = reference.attend(q[:1].double(), one, starts, one.lengths, Scoring(), None, None, "fast", None).out
-    out = fast_attend.attend_fast(q, pages, pages.lengths, Scoring(), None, None, None).out[:1]
+    starts = check_starts("starts", None, pages.seqs, pages.seqs, pages.data.device)
+    out = fast_attend.attend_fast(q, pages, starts, pages.lengths, Scoring(), None, None, None).out[:1]
     return float((out.double() - exact).norm() / exact.norm())
 
 
@@ -111,6 +112,7 @@ def main() -> None:
                     fast_attend.attend_fast,
                     q,
                     pages,
+                    check_starts("starts", None, seqs, seqs, pages.data.device),
                     pages.lengths,
                     Scoring(),
                     sink_logits=None,

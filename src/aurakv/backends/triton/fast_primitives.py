@@ -17,19 +17,10 @@ inline assembly here moves data between lanes or changes the meaning of the inde
 
 from __future__ import annotations
 
-import struct
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MINIFLOAT_TAIL = 88  # bits under a minifloat code: 88/256 of a unit in the last place
-
-
-def half2(x: float) -> str:
-    """x as the two halves of a register, for PTX."""
-    (bits,) = struct.unpack("<H", struct.pack("<e", x))
-    return f"0x{bits << 16 | bits:08x}"
-
+from .fast_levels import MINIFLOAT_TAIL, half2
 
 # $0-$3: levels of units 0-3 where code < 8, else −1. $4-$7: level + 1 where code ≥ 8, else 0. $8 $9: the four units.
 _KEY4 = gl.constexpr("""{
@@ -49,6 +40,64 @@ prmt.b32 $5, $18, $22, x1;
 prmt.b32 $6, $18, $22, x2;
 prmt.b32 $7, $18, $22, x3;
 }""")
+
+# $0-$7: levels of the even codes of unit 0, of its odd codes, of the even codes of unit 1, … $8 $9: the four units.
+_KEY2 = gl.constexpr("""{
+.reg .b32 e0, e1, e2, e3, o0, o1, o2, o3;
+and.b32 e0, $8, 0x33333333;
+shr.u32 o0, $8, 2;
+and.b32 o0, o0, 0x33333333;
+and.b32 e2, $9, 0x33333333;
+shr.u32 o2, $9, 2;
+and.b32 o2, o2, 0x33333333;
+shr.u32 e1, e0, 16;
+shr.u32 o1, o0, 16;
+shr.u32 e3, e2, 16;
+shr.u32 o3, o2, 16;
+prmt.b32 $0, $10, $10, e0;
+prmt.b32 $1, $10, $10, o0;
+prmt.b32 $2, $10, $10, e1;
+prmt.b32 $3, $10, $10, o1;
+prmt.b32 $4, $10, $10, e2;
+prmt.b32 $5, $10, $10, o2;
+prmt.b32 $6, $10, $10, e3;
+prmt.b32 $7, $10, $10, o3;
+}""")
+
+
+def _bytes_to_halves() -> list[str]:
+    """y0, y1: (code − 128) / 128 of the first and of the second byte of both units in w."""
+    lines = [f"mov.b32 magic, 0x64646464; mov.b32 unit, {half2(1 / 128)}; mov.b32 middle, {half2(-9.0)};"]
+    for i, picks in enumerate(("0x4240", "0x4341")):  # 1024 + code
+        lines += [f"prmt.b32 y{i}, w, magic, {picks};", f"fma.rn.f16x2 y{i}, y{i}, unit, middle;"]
+    return lines
+
+
+def _key_cubic() -> str:
+    """$0 $1: z of codes 0 and 1; $2 $3: A3·z³ + A2·z² + A1·z + A0. $4: two units. $5 $7 $9 $11: A0 … A3, twice each."""
+    lines = ["{", ".reg .b32 w, magic, unit, middle, y0, y1, t;", "mov.b32 w, $4;", *_bytes_to_halves()]
+    for i in range(2):
+        lines += [f"fma.rn.f16x2 t, y{i}, $11, $9;", f"fma.rn.f16x2 t, t, y{i}, $7;"]
+        lines += [f"fma.rn.f16x2 ${i + 2}, t, y{i}, $5;", f"mov.b32 ${i}, y{i};"]
+    return "\n".join([*lines, "}"])
+
+
+def _value_cubic8() -> str:
+    """$0 $1: c3·z³ + c2·z² + c1·z + c0 of codes 0 and 1. $2: two units. $3 $5 $7 $9: c0 … c3 in both halves."""
+    lines = ["{", ".reg .b32 w, magic, unit, middle, y0, y1, t;", "mov.b32 w, $2;", *_bytes_to_halves()]
+    for i in range(2):
+        lines += [f"fma.rn.f16x2 t, y{i}, $9, $7;", f"fma.rn.f16x2 t, t, y{i}, $5;", f"fma.rn.f16x2 ${i}, t, y{i}, $3;"]
+    return "\n".join([*lines, "}"])
+
+
+def _value_bits() -> str:
+    """$0-$7: codes 0-7 as tiny floats, code · 4^i · 2^-24 with i = 0 1 2 3 4 0 1 2; $8-$15: their upper bits."""
+    lines = ["{", ".reg .b32 r;", "shr.u32 r, $16, 10;"]
+    for i in range(8):
+        source, at = ("$16", i) if i < 5 else ("r", i - 5)
+        for first, mask in ((0, 0x00030003), (8, 0x00020002)):
+            lines.append(f"and.b32 ${first + i}, {source}, {mask << 2 * at};")
+    return "\n".join([*lines, "}"])
 
 
 def _value_minifloat() -> str:
@@ -78,6 +127,9 @@ def _value_cubic() -> str:
 
 _VALUE_MINIFLOAT = gl.constexpr(_value_minifloat())
 _VALUE_CUBIC = gl.constexpr(_value_cubic())
+_VALUE_CUBIC8 = gl.constexpr(_value_cubic8())
+_VALUE_BITS = gl.constexpr(_value_bits())
+_KEY_CUBIC = gl.constexpr(_key_cubic())
 
 # Weights of tokens t, t + 8 for head c are columns 2c, 2c + 1 of an 8×8 matrix with the tokens as rows; transposed,
 # lane 4g + c holds head g // 2 of tokens 2c, 2c + 1 of the half g % 2. $2: value scales in that order.
@@ -139,6 +191,39 @@ def key_levels4(units, low0, low1, high0, high1):
         _KEY4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [units, low0, low1, high0, high1],
         dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
         is_pure=True, pack=4)  # fmt: skip
+
+
+@gluon.jit
+def key_levels2(units, levels):
+    """Units of 8 codes -> 8 int8 tensors of levels."""
+    return gl.inline_asm_elementwise(
+        _KEY2, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r", [units, levels],
+        dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
+        is_pure=True, pack=4)  # fmt: skip
+
+
+@gluon.jit
+def key_levels8(units, c0, c1, c2, c3):
+    """Units of 2 codes -> 2 + 2 float16 tensors whose sums are the levels."""
+    return gl.inline_asm_elementwise(
+        _KEY_CUBIC, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [units, c0, c1, c2, c3],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def value_levels_cubic8(units, c0, c1, c2, c3):
+    return gl.inline_asm_elementwise(
+        _VALUE_CUBIC8, "=&r,=&r,r,r,r,r,r,r,r,r,r", [units, c0, c1, c2, c3],
+        dtype=(gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def value_bits(units):
+    return gl.inline_asm_elementwise(
+        _VALUE_BITS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [units],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
+               gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True, pack=2)  # fmt: skip
 
 
 @gluon.jit
@@ -226,13 +311,32 @@ def prefetch(pointer, mask):
 
 @gluon.jit
 def prefetch_descriptors():
-    """Ask for the two TMA descriptors of `fast_decode`, its first parameters (each with 4 or 3 sizes and strides)."""
+    """Ask for the three TMA descriptors of `fast_decode`, its first parameters (each with 3 sizes and strides)."""
     gl.inline_asm_elementwise(
-        """{ .reg .b64 a, b;
+        """{ .reg .b64 a, b, c;
 mov.b64 a, fast_decode_param_0;
-mov.b64 b, fast_decode_param_9;
+mov.b64 b, fast_decode_param_7;
+mov.b64 c, fast_decode_param_14;
 cvta.param.u64 a, a;
 cvta.param.u64 b, b;
+cvta.param.u64 c, c;
 prefetch.tensormap [a];
 prefetch.tensormap [b];
+prefetch.tensormap [c];
 mov.b32 $0, $1; }""", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def where_seen(w, p):
+    """w where the weight p ≥ 0 is not zero, else zero, two at a time: a hidden key's scale may be NaN."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; add.u32 t, $2, 0x7fff7fff; prmt.b32 t, t, t, 0xbb99; and.b32 $0, t, $1; }", "=r,r,r", [w, p],
+        dtype=gl.float16, is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def times_constant(w, factor):
+    """w times a register of two equal halves."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r,r", [w, factor], dtype=gl.float16, is_pure=True, pack=2
+    )

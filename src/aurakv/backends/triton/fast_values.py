@@ -1,0 +1,127 @@
+"""Weights of a tile times the levels of values.
+
+A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8] for each of them; `output` puts them together.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from . import fast_levels
+from .fast_primitives import (
+    half_pairs,
+    larger,
+    larger_size,
+    times_constant,
+    times_pairs,
+    transpose_weights,
+    value_bits,
+    value_levels_cubic,
+    value_levels_cubic8,
+    value_levels_minifloat,
+    where_seen,
+)
+
+MINIFLOAT = gl.constexpr(fast_levels.MINIFLOAT)
+BITWISE = gl.constexpr(fast_levels.BITS)
+
+
+@gluon.jit
+def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: gl.constexpr):
+    """Weights times value scales in float16, and for each lane the largest of both."""
+    if HEADS == 4:
+        M: gl.constexpr = p.shape[0] // 16
+        p = gl.permute(p.reshape([M, 2, 4, 2, 4]), (0, 2, 3, 4, 1))
+        p = half_pairs(gl.convert_layout(p, WEIGHTS, assert_trivial=True))
+        w = transpose_weights(p, scale[:, None, :, :, :])
+        top = gl.permute(larger_size(w, p), (1, 2, 3, 0, 4)).reshape([32, M, 2])  # [lane, register, pair]
+    else:
+        p = half_pairs(p)
+        w = times_pairs(p, scale[None, :])
+        if HIDE:
+            w = where_seen(w, p)
+        N: gl.constexpr = p.shape[1] // 8
+        top = gl.permute(larger_size(w, p).reshape([8, N, 4, 2]), (0, 2, 1, 3)).reshape([32, N, 2])
+    for _ in gl.static_range((top.shape[1] - 1).bit_length()):
+        a, b = gl.split(gl.permute(top.reshape([32, top.shape[1] // 2, 2, 2]), (0, 1, 3, 2)))
+        top = larger(a, b)
+    a, b = gl.split(top.reshape([32, 2]))
+    return w, gl.maximum(a, b)
+
+
+@gluon.jit
+def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, mma: gl.constexpr):
+    """One sum for each code of a unit, and for 2 bits the sum of the weights."""
+    zero = gl.zeros([DIM * BITS // 16, 8], gl.float32, mma)
+    if BITS == 8:
+        return zero, zero
+    elif BITS == 4:
+        return zero, zero, zero, zero
+    else:
+        return zero, zero, zero, zero, zero, zero, zero, zero, zero
+
+
+@gluon.jit
+def times(sums, columns):
+    scaled = ()
+    for i in gl.static_range(len(sums)):
+        scaled = scaled + (sums[i] * columns,)
+    return scaled
+
+
+@gluon.jit
+def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, mma: gl.constexpr):
+    """Add weights [rows, 8] times the levels of the values."""
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    values = codes.permute((1, 0)).load(A)
+    if LEVELS == BITWISE:
+        planes = value_bits(values)
+        w2 = times_constant(w, constants[0])
+        ones = gl.full(values.shape, 1.0, gl.float16, A)
+        new = ()
+        for i in gl.static_range(8):
+            new = new + (mma_v2(planes[8 + i], w2, mma_v2(planes[i], w, sums[i])),)
+        return new + (mma_v2(ones, w, sums[8]),)
+    elif LEVELS == MINIFLOAT:
+        planes = value_levels_minifloat(values, constants[0])
+        a0 = mma_v2(planes[0], w, sums[0])
+        a1 = mma_v2(planes[1], w, sums[1])
+        a2 = mma_v2(planes[2], w, sums[2])
+        a3 = mma_v2(planes[3], w, sums[3])
+        a0 = mma_v2(planes[4], w, a0)
+        a1 = mma_v2(planes[5], w, a1)
+        a2 = mma_v2(planes[6], w, a2)
+        a3 = mma_v2(planes[7], w, a3)
+        return a0, a1, a2, a3
+    elif BITS == 4:
+        v0, v1, v2, v3 = value_levels_cubic(values, constants[0], constants[1], constants[2], constants[3])
+        return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1]), mma_v2(v2, w, sums[2]), mma_v2(v3, w, sums[3])
+    else:
+        v0, v1 = value_levels_cubic8(values, constants[0], constants[1], constants[2], constants[3])
+        return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1])
+
+
+@gluon.jit
+def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
+    """The sums as [units, HEADS, codes of a unit]. shift: what the sum of the weights is to be multiplied by."""
+    U: gl.constexpr = sums[0].shape[0]
+    if BITS == 8:
+        out = gl.join(sums[0], sums[1])
+    elif BITS == 4:
+        out = gl.join(gl.join(sums[0], sums[1]), gl.join(sums[2], sums[3]))
+        out = gl.permute(out, (0, 1, 3, 2)).reshape([U, 8, 4])
+    else:
+        constant = sums[8] * shift
+        a = gl.join(gl.join(sums[0] + constant, sums[4] * 2.0**-8 + constant),
+                    gl.join(sums[2] * 2.0**-4 + constant, sums[6] * 2.0**-2 + constant))  # fmt: skip
+        b = gl.join(gl.join(sums[1] * 2.0**-2 + constant, sums[5] + constant),
+                    gl.join(sums[3] * 2.0**-6 + constant, sums[7] * 2.0**-4 + constant))  # fmt: skip
+        out = gl.join(a, b).reshape([U, 8, 8])  # by bits of the code's number: 2, 1, 0 from the left of each join
+    if HEADS == 4:
+        C: gl.constexpr = 16 // BITS
+        out = gl.sum(gl.permute(out.reshape([U, 4, 2, C]), (0, 1, 3, 2)), 3)
+    return out
