@@ -149,7 +149,9 @@ def with_offsets(pages: Pages, key: bool = True, value: bool = True) -> Pages:
     shape = (2, pages.kv_heads, pages.format.key.dim)
     offsets = torch.randn(shape, generator=generator, device="cuda")
     return dataclasses.replace(
-        pages, key_offset=offsets[0].contiguous() if key else None, value_offset=offsets[1].contiguous() if value else None
+        pages,
+        key_offset=offsets[0].contiguous() if key else None,
+        value_offset=offsets[1].contiguous() if value else None,
     )
 
 
@@ -406,11 +408,12 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
     fixed = {"GROUP": group, "ROWS": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True}
     fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
     fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several}
-    swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=3), gl.NVMMASharedLayout(0, 16, rank=3)
-    fixed |= {"KEYS_LAYOUT": swizzled, "VALUES_LAYOUT": swizzled, "SCALES_LAYOUT": plain}
+    swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
+    fixed |= {"CODES_LAYOUT": swizzled, "SCALES_LAYOUT": plain}
+    both = 2 if key.bits == value.bits else 1
     types = {
-        "keys": f"tensordesc<i16[1, {tile * key.row_bytes // 128}, 64],{swizzled!r}>",
-        "values": f"tensordesc<i16[1, {tile * value.row_bytes // 128}, 64],{swizzled!r}>",
+        "keys": f"tensordesc<i16[1, {both}, {tile * key.row_bytes // 128}, 64],{swizzled!r}>",
+        "values": f"tensordesc<i16[1, {both}, {tile * value.row_bytes // 128}, 64],{swizzled!r}>",
         "scales": f"tensordesc<fp16[1, 2, {tile}],{plain!r}>",
         **dict.fromkeys(("signs", "pieces", "lses", "offset"), "*fp32"),
         **dict.fromkeys(("constants", "table", "lengths", "ends", "starts"), "*i32"),
@@ -442,9 +445,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         (90, "k8:cubic/v8:cubic", 128, 32, 8, True),
     ],
 )  # fmt: skip
-def test_compiles_without_spills(
-    capability: int, name: str, dim: int, tile: int, group: int, several: bool
-) -> None:
+def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int, group: int, several: bool) -> None:
     usage = compile_decode(capability, group, dim, name, tile, several)
     print(usage.strip().splitlines()[-1])
     assert "STACK:0" in usage

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,6 +29,7 @@ MAX_SEQS = 1024
 MAX_ROWS = 8  # of a job
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
 STAGES = 2
+LEAST_TILES = 6  # of a program, where possible
 
 
 def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, precision: str) -> str | None:
@@ -63,9 +65,10 @@ def why_not_format(format: Format) -> str | None:
 
 
 def workspace_bytes_fast(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
+    """Enough for every call of this size: whether there is one query a sequence is known only then."""
     group = heads // pages.kv_heads
-    sizes = [_slots(pages, jobs, splits) * rows for rows, jobs in _jobs(pages, tokens, group)]
-    return max(sizes) * (pages.format.value.dim + 1) * 4
+    plans = [_plan(pages, tokens, group, several, splits) for several in (True, False) if several or group <= MAX_ROWS]
+    return max(plan.slots * plan.rows for plan in plans) * (pages.format.value.dim + 1) * 4
 
 
 def attend_fast(
@@ -85,11 +88,10 @@ def attend_fast(
     assert levels is not None
     one_each = tokens == seqs and starts is checks.starts("starts", None, seqs, seqs, device)
     several = not one_each or group > MAX_ROWS
-    rows, jobs = _jobs(pages, tokens, group)[several]
+    rows, jobs, programs, slots = _plan(pages, tokens, group, several, splits)
     if q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) < heads * dim:
         q = q.contiguous()
     ends = ends.contiguous()
-    programs, slots = _programs(pages, jobs, splits), _slots(pages, jobs, splits)
     size = slots * rows * (dim + 1) * 4
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace[:size]
     floats = workspace.view(torch.float32)
@@ -121,7 +123,7 @@ def attend_fast(
         q.stride(0), programs,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and key_offset is not None, STAGES=STAGES,
-        KEYS_LAYOUT=keys.layout, VALUES_LAYOUT=values.layout, SCALES_LAYOUT=scales.layout, **flags,
+        CODES_LAYOUT=keys.layout, SCALES_LAYOUT=scales.layout, **flags,
         num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
@@ -139,45 +141,51 @@ def attend_fast(
     return Partial(out, lse)
 
 
-def _jobs(pages: Pages, tokens: int, group: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(rows of a job, most jobs) for one query a sequence, and for several queries or large groups."""
-    blocks = pages.seqs + tokens * group // MAX_ROWS
-    return (min(group, MAX_ROWS), pages.seqs * pages.kv_heads), (MAX_ROWS, blocks * pages.kv_heads)
+class Plan(NamedTuple):
+    """How a call is cut: from shapes and the device alone, so that a captured graph stays right."""
+
+    rows: int  # of a job
+    jobs: int  # at most
+    programs: int  # that share the tiles
+    slots: int  # for pieces
 
 
-def _programs(pages: Pages, jobs: int, splits: int | None) -> int:
-    """How many programs share the tiles: from shapes and the device alone, so that a captured graph stays right."""
-    if splits is not None:
-        return jobs * splits
+def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | None) -> Plan:
+    rows = MAX_ROWS if several else group
+    jobs = pages.kv_heads * (pages.seqs + (tokens * group // MAX_ROWS if several else 0))
     most = jobs * pages.table.shape[1] * _page_tiles(pages)
-    return max(1, min(most, _multiprocessors(pages.data.device) * _residents(pages.format)))
-
-
-def _slots(pages: Pages, jobs: int, splits: int | None) -> int:
-    return 2 * _programs(pages, jobs, splits) + jobs
+    units, residents = _multiprocessors(pages.data.device), _residents(pages.format, rows)
+    if most <= LEAST_TILES * units * residents:  # few tiles each: fewer programs prepare, store and merge less
+        residents = 4
+    programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
+    return Plan(rows, jobs, programs, 2 * programs + jobs)
 
 
 def _tile(pages: Pages) -> int:
     """Tokens of a tile: no page boundary inside, and 8 programs with two tiles each fit a multiprocessor."""
     small = pages.page_size % 64 and pages.table.shape[1] > 1
-    return 32 if small or pages.format.bytes_per_token > 200 or pages.format.key.bits == 8 else 64
+    return 32 if small or pages.format.bytes_per_token > 200 else 64
 
 
 def _page_tiles(pages: Pages) -> int:
     return -(-pages.page_size // _tile(pages))
 
 
-def _residents(format: Format) -> int:
-    """Programs that share a multiprocessor."""
-    return 12 if format.key.dim == 64 and format.key.bits < 8 else 8
+def _residents(format: Format, rows: int) -> int:
+    """Programs that share a multiprocessor: two or three for each of its four parts."""
+    levels = fast_levels.levels(format)
+    light = levels is not None and levels.value.kind == fast_levels.MINIFLOAT and format.key.dim == 128
+    return 8 if light or _registers(format, rows) > 168 else 12
 
 
 def _registers(format: Format, rows: int) -> int:
     """Registers of a thread: as many as the programs that share a multiprocessor leave, and help."""
-    dim = format.key.dim
-    if format.key.bits == 8 or format.value.bits != 4 or dim == 256:
-        return 168 if dim == 64 and format.key.bits < 8 else 255
-    return 168 if dim == 64 or rows <= 4 else 216
+    key, value = format.key, format.value
+    if key.dim == 64 and key.bits < 8:
+        return 168
+    if key.dim == 256 or max(key.bits, value.bits) == 8:
+        return 255
+    return 168 if rows <= 4 else 216
 
 
 @functools.cache
@@ -192,19 +200,22 @@ def _descriptors(pages: Pages) -> tuple[TensorDescriptor, ...]:
         layout = pages.format.layout(pages.page_size)
         words = pages.data.view(torch.int16)  # [pages, kv_heads, bytes / 2]
         pieces, size, tile = words.shape[0] * words.shape[1], words.shape[2], _tile(pages)
-        swizzled = gl.NVMMASharedLayout(128, 16, rank=3)  # lines of 128 bytes, the widest that TMA swizzles
+        swizzled = gl.NVMMASharedLayout(128, 16, rank=4)  # lines of 128 bytes, the widest that TMA swizzles
+        key, value = pages.format.key, pages.format.value
+        both = 2 if key.row_bytes == value.row_bytes else 1
 
         def codes(at: int, row_bytes: int) -> TensorDescriptor:
             lines = -(-pages.page_size * row_bytes // 128)
-            view = words.as_strided((pieces, lines, 64), (size, 64, 1), words.storage_offset() + at // 2)
-            return TensorDescriptor.from_tensor(view, [1, tile * row_bytes // 128, 64], swizzled)
+            shape, strides = (pieces, both, lines, 64), (size, layout.value_codes // 2, 64, 1)
+            view = words.as_strided(shape, strides, words.storage_offset() + at // 2)
+            return TensorDescriptor.from_tensor(view, [1, both, tile * row_bytes // 128, 64], swizzled)
 
         between = (layout.value_scales - layout.key_scales) // 2
         at = words.storage_offset() + layout.key_scales // 2
         scales = words.as_strided((pieces, 2, pages.page_size), (size, between, 1), at).view(torch.float16)
         known = (
-            codes(layout.key_codes, pages.format.key.row_bytes),
-            codes(layout.value_codes, pages.format.value.row_bytes),
+            codes(layout.key_codes, key.row_bytes),
+            codes(0 if both == 2 else layout.value_codes, value.row_bytes),
             TensorDescriptor.from_tensor(scales, [1, 2, tile], gl.NVMMASharedLayout(0, 16, rank=3)),
         )
         object.__setattr__(pages, "_fast_descriptors", known)

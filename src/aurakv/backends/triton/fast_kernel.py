@@ -1,18 +1,19 @@
 """Decode attention on codes of 2, 4 or 8 bits: the kernel of the fast path (Gluon, Hopper and newer).
 
-One warp is one program. Programs share all tiles of TILE tokens of all jobs (fast_schedule) evenly: program p takes tiles
-[p·total/N, (p+1)·total/N) in the order sequence, job, position; `total` is from lengths on the device. Tiles travel
-by TMA into a ring of STAGES buffers, across the borders of jobs and sequences. What a program finds about one job is one
-piece (out normalised, log2 of the summed weights); `fast_merge` puts pieces together.
+One warp is one program. Programs share all tiles of TILE tokens of all jobs (fast_schedule) evenly: program p takes
+tiles [p·total/N, (p+1)·total/N) in the order sequence, job, position; `total` is from lengths on the device. Tiles
+travel by TMA into a ring of STAGES buffers, across the borders of jobs and sequences. What a program finds about one
+job is one piece (out normalised, log2 of the summed weights); `fast_merge` puts pieces together.
 
-In:  keys, values: descriptors [pages · kv_heads, lines of 128 bytes, 64] int16; scales: descriptor [pages · kv_heads,
-     key or value, page_size] float16; q [tokens, heads, DIM], strided; signs float32 [DIM]: key signs / √DIM; constants
-     int32 [9, 32]: 4 rows for keys, 4 for values (fast_levels), lanes of even columns; offset float32 [kv_heads, DIM]
-     if OFFSET, read for soft caps only; starts [seqs + 1] if SEVERAL.
+In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
+     size one [pages · kv_heads, key or value, …]; scales: descriptor [pages · kv_heads, key or value, page_size]
+     float16; q [tokens, heads, DIM], strided; signs float32 [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows
+     for keys, 4 for values (fast_levels), lanes of even columns; offset float32 [kv_heads, DIM] if OFFSET, which soft
+     caps need; starts [seqs + 1] if SEVERAL.
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
-Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW, SINKS
-     see fast_schedule; SEQS a power of two from seqs on.
+Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
+     SINKS see fast_schedule; SEQS a power of two from seqs on.
 The launcher guarantees: ROWS ≤ 8, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
 kernel and its first three parameters are known to `prefetch_descriptors`.
 """
@@ -94,7 +95,7 @@ def fast_decode(
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
     LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr, WINDOW: gl.constexpr,
     SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr,
-    KEYS_LAYOUT: gl.constexpr, VALUES_LAYOUT: gl.constexpr, SCALES_LAYOUT: gl.constexpr,
+    CODES_LAYOUT: gl.constexpr, SCALES_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     KU: gl.constexpr = DIM * KEY_BITS // 16
     VU: gl.constexpr = DIM * VALUE_BITS // 16
@@ -111,8 +112,11 @@ def fast_decode(
     where = (starts, tokens, ends, lengths)
 
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    s_keys = gl.allocate_shared_memory(gl.int16, [STAGES, 1, TILE * KU // 64, 64], KEYS_LAYOUT)
-    s_values = gl.allocate_shared_memory(gl.int16, [STAGES, 1, TILE * VU // 64, 64], VALUES_LAYOUT)
+    SIDES: gl.constexpr = 2 if KU == VU else 1  # of a copy
+    s_keys = gl.allocate_shared_memory(gl.int16, [STAGES, 1, SIDES, TILE * KU // 64, 64], CODES_LAYOUT)
+    s_values = s_keys
+    if SIDES == 1:
+        s_values = gl.allocate_shared_memory(gl.int16, [STAGES, 1, 1, TILE * VU // 64, 64], CODES_LAYOUT)
     s_scales = gl.allocate_shared_memory(gl.float16, [STAGES, 1, 2, TILE], SCALES_LAYOUT)
     QUERY: gl.constexpr = gl.float16 if KEY_BITS == 8 else gl.int8
     s_query = gl.allocate_shared_memory(
@@ -143,10 +147,9 @@ def fast_decode(
     span = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
     job = (start - skipped) // gl.maximum(span[1] - span[0], 1)
     tile = span[0] + start - skipped - job * (span[1] - span[0])
-    if SEVERAL:  # jobs of sequences before this one
+    jobs_below = seq * kv_heads  # jobs of sequences before this one
+    if SEVERAL:
         jobs_below = gl.sum(gl.where(o_seq < seq, b_blocks * kv_heads, 0), 0)
-    else:
-        jobs_below = seq * kv_heads
 
     entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles)
     cursor = (left, seq, job, tile, span, entry, inside)
@@ -178,7 +181,7 @@ def fast_decode(
     value_constants = (value0, value1, value2, value3)
 
     if HEADS == 4:  # scores are [tokens, heads]: lane 4g + c has head c of tokens 8j + g
-        scores, low = gl.split(gl.zeros([TILE, 8], gl.int32, mma).reshape([TILE, 4, 2]))
+        scores, _ = gl.split(gl.zeros([TILE, 8], gl.int32, mma).reshape([TILE, 4, 2]))
         lane_sums = gl.sum(scores.reshape([TILE // 8, 8, 4]), 0)
     else:  # [heads, tokens]: lane 4g + c has head g of tokens 8j + 2c, 8j + 2c + 1
         scores = gl.sum(gl.zeros([16, TILE], gl.int32, mma).reshape([2, 8, TILE]), 0)
@@ -200,7 +203,7 @@ def fast_decode(
         s_query.store(parts)
         queries = ()
         for i in gl.static_range(PLANES):
-            queries = queries + (load_plane(s_query, i, HEADS, mma),)
+            queries = queries + (load_plane(s_query, i, HEADS, mma),)  # noqa: RUF005
         sums = empty_sums(VALUE_BITS, DIM, mma)
         total_weight = gl.zeros([8, 4], gl.float32, SUMS)
         step = gl.convert_layout(step, HEAD)
@@ -216,10 +219,10 @@ def fast_decode(
         for i in range(n):
             page = look_up(cursor, table, width)
             mbarrier.wait(bars.index(slot), phase)
-            key_codes = s_keys.index(slot)._reinterpret(gl.int16, [TILE, KU], shared_unit_layout(TILE, KU))
-            value_codes = s_values.index(slot)._reinterpret(gl.int16, [TILE, VU], shared_unit_layout(TILE, VU))
+            key_codes = s_keys.index(slot)._reinterpret(gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU))
+            value_codes = s_values.index(slot)._reinterpret(gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU))
             factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE], FLAT)
-            score = raw_scores(key_codes, queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
+            score = raw_scores(key_codes.index(0), queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
             key_scale = finite(factors.index(0).load(TOKEN))
             each_step = gl.expand_dims(key_scale, H_AXIS) * gl.expand_dims(step, 1 - H_AXIS)
             if SOFTCAP:
@@ -275,7 +278,7 @@ def fast_decode(
                 total_weight += gl.sum(gl.sum(p.reshape([8, TILE // 8, 4, 2]), 3), 1)
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
-            sums = add_values(value_codes, w, sums, value_constants, VALUE_BITS, LEVELS, mma)
+            sums = add_values(value_codes.index(SIDES - 1), w, sums, value_constants, VALUE_BITS, LEVELS, mma)
             if cursor[0] > 0:
                 fetch(cursor, page, slot, sources, buffers, bars, kv_heads, TILE, KU, VU)
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)

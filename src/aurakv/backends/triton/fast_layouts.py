@@ -45,7 +45,7 @@ def key_half_layout(tile, units):
 
 @gluon.constexpr_function
 def shared_unit_layout(tile, units):
-    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4, 2, 1 or half a token, their 16-byte pieces swizzled."""
+    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled."""
     count = (tile * units - 1).bit_length()
     inner = (units - 1).bit_length()
     flat = [[0, 1 << i] if i < inner else [1 << i - inner, 0] for i in range(count)]

@@ -110,7 +110,9 @@ def _bend(levels: Table) -> tuple[float, float] | None:
     below = far * far * ratio - 0.25
     bend = (1 - ratio) / below if below > 0 else 0.0
     unit = levels[-1] / (far * (1 + bend * far * far))
-    exact = all(abs(unit * y * (1 + bend * y * y) - level) <= 2e-6 * levels[-1] for y, level in zip(x, levels, strict=True))
+    exact = all(
+        abs(unit * y * (1 + bend * y * y) - level) <= 2e-6 * levels[-1] for y, level in zip(x, levels, strict=True)
+    )
     return (unit, bend) if exact else None
 
 

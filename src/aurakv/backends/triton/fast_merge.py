@@ -1,8 +1,8 @@
 """The second kernel of the fast decode path: pieces of jobs to results.
 
-In: pieces and lses as `fast_decode` leaves them; lengths, ends, starts, q as there; sink_logits: learned logits [heads] if
-LOGITS; key_offset, value_offset float32 [kv_heads, DIM] if KEY_OFFSET (whose products with queries are then added to the
-scores here) and VALUE_OFFSET.
+In: pieces and lses as `fast_decode` leaves them; lengths, ends, starts, q as there; sink_logits: learned logits [heads]
+if LOGITS; key_offset, value_offset float32 [kv_heads, DIM] if KEY_OFFSET (its products with queries are then added to
+the scores here) and VALUE_OFFSET.
 Out: out [tokens, heads, DIM] in its dtype, lse_out float32 [tokens, heads], natural logarithm.
 The launcher guarantees: the same programs, scan and SCAN as for `fast_decode`; launched to overlap its end.
 """

@@ -311,12 +311,12 @@ def prefetch(pointer, mask):
 
 @gluon.jit
 def prefetch_descriptors():
-    """Ask for the three TMA descriptors of `fast_decode`, its first parameters (each with 3 sizes and strides)."""
+    """Ask for the three TMA descriptors of `fast_decode`, its first parameters (with 4, 4 and 3 sizes and strides)."""
     gl.inline_asm_elementwise(
         """{ .reg .b64 a, b, c;
 mov.b64 a, fast_decode_param_0;
-mov.b64 b, fast_decode_param_7;
-mov.b64 c, fast_decode_param_14;
+mov.b64 b, fast_decode_param_9;
+mov.b64 c, fast_decode_param_18;
 cvta.param.u64 a, a;
 cvta.param.u64 b, b;
 cvta.param.u64 c, c;

@@ -1,8 +1,8 @@
 """Which tiles a program reads, from the lengths on the device, and their copies into shared memory.
 
-The rows of a sequence and KV head are its (query, query head) pairs. They come in blocks of ROWS; a block of a KV head is
-a job, and jobs of a sequence are numbered KV head first. The tiles that a job reads are numbered t0 … t1: the tiles of
-the window from `edge` on, before them those of positional sinks, which lie `shift` tiles further.
+The rows of a sequence and KV head are its (query, query head) pairs. They come in blocks of ROWS; a block of a KV head
+is a job, and jobs of a sequence are numbered KV head first. The tiles that a job reads are numbered t0 … t1: the tiles
+of the window from `edge` on, before them those of positional sinks, which lie `shift` tiles further.
 
 SCAN: (ends clip the keys, there is a window, there are positional sinks with it, several blocks or queries, tokens of a
 tile, query heads of a KV head, ROWS); scan: (first, recent, window, sinks).
@@ -117,8 +117,11 @@ def fetch(cursor, page, slot, sources, buffers, bars, kv_heads, TILE: gl.constex
     row = cursor[6] * TILE
     bar = bars.index(slot)
     mbarrier.expect(bar, TILE * (2 * KU + 2 * VU + 4))
-    tma.async_copy_global_to_shared(sources[0], [piece, row * KU // 64, 0], bar, buffers[0].index(slot))
-    tma.async_copy_global_to_shared(sources[1], [piece, row * VU // 64, 0], bar, buffers[1].index(slot))
+    if KU == VU:  # keys and values in one copy
+        tma.async_copy_global_to_shared(sources[0], [piece, 0, row * KU // 64, 0], bar, buffers[0].index(slot))
+    else:
+        tma.async_copy_global_to_shared(sources[0], [piece, 0, row * KU // 64, 0], bar, buffers[0].index(slot))
+        tma.async_copy_global_to_shared(sources[1], [piece, 0, row * VU // 64, 0], bar, buffers[1].index(slot))
     tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
 
 

@@ -69,7 +69,7 @@ def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, mma: gl.constexpr):
 def times(sums, columns):
     scaled = ()
     for i in gl.static_range(len(sums)):
-        scaled = scaled + (sums[i] * columns,)
+        scaled = scaled + (sums[i] * columns,)  # noqa: RUF005
     return scaled
 
 
@@ -84,8 +84,8 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
         ones = gl.full(values.shape, 1.0, gl.float16, A)
         new = ()
         for i in gl.static_range(8):
-            new = new + (mma_v2(planes[8 + i], w2, mma_v2(planes[i], w, sums[i])),)
-        return new + (mma_v2(ones, w, sums[8]),)
+            new = new + (mma_v2(planes[8 + i], w2, mma_v2(planes[i], w, sums[i])),)  # noqa: RUF005
+        return new + (mma_v2(ones, w, sums[8]),)  # noqa: RUF005
     elif LEVELS == MINIFLOAT:
         planes = value_levels_minifloat(values, constants[0])
         a0 = mma_v2(planes[0], w, sums[0])
