@@ -12,7 +12,7 @@ import torch
 
 from aurakv.backends import reference
 from aurakv.checks import starts as check_starts
-from aurakv.codec import Format
+from aurakv.codec import Codec, Format
 from aurakv.pages import Pages, allocate, parts
 from aurakv.partial import Partial
 from aurakv.scoring import Scoring
@@ -29,8 +29,8 @@ needs_gpu = pytest.mark.skipif(
 )
 DEFAULT = Scoring()
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
-FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4"]
-LIMIT = {"k2": 1e-3, "k4": 1e-3, "k8": 4e-3}  # float16 holds cubic levels of 8 bits to 1e-4
+FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4", "k3v3", "k3v4", "k8:cubic/v3"]
+LIMIT = {"k2": 1e-3, "k3": 1e-3, "k4": 1e-3, "k8": 4e-3}  # float16 holds cubic levels of 8 bits to 1e-4
 
 
 def make_pages(
@@ -137,7 +137,7 @@ def test_dims(dim: int, dtype: torch.dtype, group: int) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize(("name", "dim"), [(n, d) for n in FORMATS for d in (64, 256) if (d, "2" in n) != (64, True)])
+@pytest.mark.parametrize(("name", "dim"), [(n, 256) for n in FORMATS if "3" not in n] + [("k8:cubic/v8:cubic", 64)])
 @pytest.mark.parametrize("group", [4, 8])
 def test_widths_of_other_dims(name: str, dim: int, group: int) -> None:
     pages = make_pages(name, dim, [100, 1500], 2, 32)
@@ -392,11 +392,12 @@ def test_graph_replay_while_lengths_grow() -> None:
 def test_says_why_not() -> None:
     assert fast_attend.why_not_format(Format.parse(MINIFLOAT, 128)) is None
     assert fast_attend.why_not_format(Format.parse(CUBIC, 256)) is None
+    assert fast_attend.why_not_format(Format.parse("k3v3", 128)) is None
     assert "level tables" in (fast_attend.why_not_format(Format.parse("k8v4", 128)) or "")
-    assert "2, 4 or 8" in (fast_attend.why_not_format(Format.parse("k3v4", 128)) or "")
-    assert "32 bytes" in (fast_attend.why_not_format(Format.parse("k2v2", 64)) or "")
     assert "level tables" in (fast_attend.why_not_format(Format.parse("k4:lloyd-max/v4", 128)) or "")
-    assert "dim" in (fast_attend.why_not_format(Format.parse("k4v4", 80)) or "")
+    for name, dim in (("k5v4", 128), ("k2v2", 64), ("k3v3", 256), ("k4v4", 80), ("k4v4:f32", 128)):
+        assert "widths and dims" in (fast_attend.why_not_format(Format.parse(name, dim)) or "")
+    assert "same dim" in (fast_attend.why_not_format(Format.parse("k4v4", (128, 64))) or "")
 
 
 def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, several: bool) -> str:
@@ -409,11 +410,16 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
     fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
     fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
-    fixed |= {"CODES_LAYOUT": swizzled, "SCALES_LAYOUT": plain}
-    both = 2 if key.bits == value.bits else 1
+    both = 2 if key.bits == value.bits != 3 else 1
+
+    def codes(side: Codec) -> str:
+        if side.bits == 3:
+            return f"tensordesc<i16[1, {tile}, 4, 8],{gl.NVMMASharedLayout(0, 16, rank=4)!r}>"
+        return f"tensordesc<i16[1, {both}, {tile * side.row_bytes // 128}, 64],{swizzled!r}>"
+
     types = {
-        "keys": f"tensordesc<i16[1, {both}, {tile * key.row_bytes // 128}, 64],{swizzled!r}>",
-        "values": f"tensordesc<i16[1, {both}, {tile * value.row_bytes // 128}, 64],{swizzled!r}>",
+        "keys": codes(key),
+        "values": codes(value),
         "scales": f"tensordesc<fp16[1, 2, {tile}],{plain!r}>",
         **dict.fromkeys(("signs", "pieces", "lses", "offset"), "*fp32"),
         **dict.fromkeys(("constants", "table", "lengths", "ends", "starts"), "*i32"),
@@ -442,7 +448,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         (90, MINIFLOAT, 128, 64, 4, False), (90, CUBIC, 128, 64, 8, False), (90, MINIFLOAT, 128, 32, 8, True),
         (90, MINIFLOAT, 64, 64, 4, False), (90, CUBIC, 256, 32, 8, False), (100, MINIFLOAT, 128, 64, 4, False),
         (90, "k2v2", 128, 64, 4, False), (90, "k2v2", 256, 64, 8, True), (90, "k8:cubic/v4", 128, 32, 4, False),
-        (90, "k8:cubic/v8:cubic", 128, 32, 8, True),
+        (90, "k8:cubic/v8:cubic", 128, 32, 8, True), (90, "k3v3", 128, 64, 4, False), (90, "k3v3", 128, 64, 8, True),
     ],
 )  # fmt: skip
 def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int, group: int, several: bool) -> None:

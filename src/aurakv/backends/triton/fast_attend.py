@@ -24,7 +24,7 @@ from ...rotation import signs
 from ...scoring import Scoring
 from . import fast_kernel, fast_levels, fast_merge
 
-DIMS = (64, 128, 256)
+WIDTHS = {2: (128, 256), 3: (128,), 4: (64, 128, 256), 8: (64, 128, 256)}  # dims by width
 MAX_SEQS = 1024
 MAX_ROWS = 8  # of a job
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
@@ -56,11 +56,11 @@ def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, prec
 def why_not_format(format: Format) -> str | None:
     """Why the kernel cannot read a format."""
     key, value = format.key, format.value
-    if key.dim != value.dim or key.dim not in DIMS:
-        return f"keys and values must have the same dim, one of {list(DIMS)}, got {key.dim} and {value.dim}"
+    if key.dim != value.dim:
+        return f"keys and values must have the same dim, got {key.dim} and {value.dim}"
     for side in (key, value):
-        if side.bits not in (2, 4, 8) or side.dtype != torch.float16 or side.row_bytes < 32:
-            return f"it reads codes of 2, 4 or 8 bits, at least 32 bytes a row, with float16 scales, got {format}"
+        if side.dtype != torch.float16 or side.dim not in WIDTHS.get(side.bits, ()):
+            return f"it reads codes with float16 scales of the widths and dims {WIDTHS}, got {format} of {side.dim}"
     return None if fast_levels.levels(format) is not None else f"it has no arithmetic for the level tables of {format}"
 
 
@@ -122,8 +122,7 @@ def attend_fast(
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
         q.stride(0), programs,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
-        OFFSET=cap is not None and key_offset is not None, STAGES=STAGES,
-        CODES_LAYOUT=keys.layout, SCALES_LAYOUT=scales.layout, **flags,
+        OFFSET=cap is not None and key_offset is not None, STAGES=STAGES, **flags,
         num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
@@ -201,21 +200,25 @@ def _descriptors(pages: Pages) -> tuple[TensorDescriptor, ...]:
         words = pages.data.view(torch.int16)  # [pages, kv_heads, bytes / 2]
         pieces, size, tile = words.shape[0] * words.shape[1], words.shape[2], _tile(pages)
         swizzled = gl.NVMMASharedLayout(128, 16, rank=4)  # lines of 128 bytes, the widest that TMA swizzles
+        plain = gl.NVMMASharedLayout(0, 16, rank=4)
         key, value = pages.format.key, pages.format.value
-        both = 2 if key.row_bytes == value.row_bytes else 1
+        both = 2 if key.bits == value.bits != 3 else 1
 
-        def codes(at: int, row_bytes: int) -> TensorDescriptor:
-            lines = -(-pages.page_size * row_bytes // 128)
-            shape, strides = (pieces, both, lines, 64), (size, layout.value_codes // 2, 64, 1)
-            view = words.as_strided(shape, strides, words.storage_offset() + at // 2)
-            return TensorDescriptor.from_tensor(view, [1, both, tile * row_bytes // 128, 64], swizzled)
+        def codes(at: int, codec: Codec) -> TensorDescriptor:
+            start = words.storage_offset() + at // 2
+            if codec.bits == 3:  # rows of three 16-byte pieces: TMA adds a fourth of zeros
+                view = words.as_strided((pieces, pages.page_size, 3, 8), (size, 24, 8, 1), start)
+                return TensorDescriptor.from_tensor(view, [1, tile, 4, 8], plain)
+            lines = -(-pages.page_size * codec.row_bytes // 128)
+            view = words.as_strided((pieces, both, lines, 64), (size, layout.value_codes // 2, 64, 1), start)
+            return TensorDescriptor.from_tensor(view, [1, both, tile * codec.row_bytes // 128, 64], swizzled)
 
         between = (layout.value_scales - layout.key_scales) // 2
         at = words.storage_offset() + layout.key_scales // 2
         scales = words.as_strided((pieces, 2, pages.page_size), (size, between, 1), at).view(torch.float16)
         known = (
-            codes(layout.key_codes, key.row_bytes),
-            codes(0 if both == 2 else layout.value_codes, value.row_bytes),
+            codes(layout.key_codes, key),
+            codes(0 if both == 2 else layout.value_codes, value),
             TensorDescriptor.from_tensor(scales, [1, 2, tile], gl.NVMMASharedLayout(0, 16, rank=3)),
         )
         object.__setattr__(pages, "_fast_descriptors", known)

@@ -1,4 +1,4 @@
-"""Decode attention on codes of 2, 4 or 8 bits: the kernel of the fast path (Gluon, Hopper and newer).
+"""Decode attention on codes of 2, 3, 4 or 8 bits: the kernel of the fast path (Gluon, Hopper and newer).
 
 One warp is one program. Programs share all tiles of TILE tokens of all jobs (fast_schedule) evenly: program p takes
 tiles [p·total/N, (p+1)·total/N) in the order sequence, job, position; `total` is from lengths on the device. Tiles
@@ -6,10 +6,10 @@ travel by TMA into a ring of STAGES buffers, across the borders of jobs and sequ
 job is one piece (out normalised, log2 of the summed weights); `fast_merge` puts pieces together.
 
 In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
-     size one [pages · kv_heads, key or value, …]; scales: descriptor [pages · kv_heads, key or value, page_size]
-     float16; q [tokens, heads, DIM], strided; signs float32 [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows
-     for keys, 4 for values (fast_levels), lanes of even columns; offset float32 [kv_heads, DIM] if OFFSET, which soft
-     caps need; starts [seqs + 1] if SEVERAL.
+     size one [pages · kv_heads, key or value, …], of 3 bits [pages · kv_heads, page_size, 3 of 4 pieces, 8]; scales:
+     descriptor [pages · kv_heads, key or value, page_size] float16; q [tokens, heads, DIM], strided; signs float32
+     [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4 for values (fast_levels), lanes of even
+     columns; offset float32 [kv_heads, DIM] if OFFSET, which soft caps need; starts [seqs + 1] if SEVERAL.
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
 Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
@@ -28,7 +28,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .fast_keys import load_plane, query_planes, raw_scores, split_query
-from .fast_layouts import key_half_layout, key_layout, shared_unit_layout, weight_layout
+from .fast_layouts import (
+    copy_units,
+    key_half_layout,
+    key_layout,
+    key_quarter_layout,
+    shared_unit_layout,
+    value_eighth_layout,
+    weight_layout,
+)
 from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch, prefetch_descriptors
 from .fast_schedule import (
     add,
@@ -95,10 +103,9 @@ def fast_decode(
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
     LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr, WINDOW: gl.constexpr,
     SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr,
-    CODES_LAYOUT: gl.constexpr, SCALES_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    KU: gl.constexpr = DIM * KEY_BITS // 16
-    VU: gl.constexpr = DIM * VALUE_BITS // 16
+    KU: gl.constexpr = copy_units(KEY_BITS, DIM)
+    VU: gl.constexpr = copy_units(VALUE_BITS, DIM)
     PLANES: gl.constexpr = query_planes(KEY_BITS, DIM)
     HEADS: gl.constexpr = 4 if ROWS <= 4 else 8
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
@@ -112,12 +119,12 @@ def fast_decode(
     where = (starts, tokens, ends, lengths)
 
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    SIDES: gl.constexpr = 2 if KU == VU else 1  # of a copy
-    s_keys = gl.allocate_shared_memory(gl.int16, [STAGES, 1, SIDES, TILE * KU // 64, 64], CODES_LAYOUT)
+    SIDES: gl.constexpr = 2 if KEY_BITS == VALUE_BITS and KEY_BITS != 3 else 1  # of a copy
+    s_keys = gl.allocate_shared_memory(gl.int16, [STAGES] + keys.block_type.shape, keys.layout)  # noqa: RUF005
     s_values = s_keys
     if SIDES == 1:
-        s_values = gl.allocate_shared_memory(gl.int16, [STAGES, 1, 1, TILE * VU // 64, 64], CODES_LAYOUT)
-    s_scales = gl.allocate_shared_memory(gl.float16, [STAGES, 1, 2, TILE], SCALES_LAYOUT)
+        s_values = gl.allocate_shared_memory(gl.int16, [STAGES] + values.block_type.shape, values.layout)  # noqa: RUF005
+    s_scales = gl.allocate_shared_memory(gl.float16, [STAGES] + scales.block_type.shape, scales.layout)  # noqa: RUF005
     QUERY: gl.constexpr = gl.float16 if KEY_BITS == 8 else gl.int8
     s_query = gl.allocate_shared_memory(
         QUERY, [PLANES * 2 * HEADS, DIM // PLANES],
@@ -155,20 +162,27 @@ def fast_decode(
     cursor = (left, seq, job, tile, span, entry, inside)
     for i in range(gl.minimum(STAGES, left)):
         page = look_up(cursor, table, width)
-        fetch(cursor, page, i, sources, buffers, bars, kv_heads, TILE, KU, VU)
+        fetch(cursor, page, i, sources, buffers, bars, kv_heads, TILE, KEY_BITS, VALUE_BITS, DIM)
         cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
     slot = 0
     phase = 0
 
     if KEY_BITS == 8:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_half_layout(TILE, KU))
+    elif KEY_BITS == 3:
+        KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, key_quarter_layout(TILE, 8)))
     else:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_layout(TILE, KU))
     key0 = lane_constant(constants, 0, KEYS)[None, :]
     key1 = lane_constant(constants, 1, KEYS)[None, :]
     key2 = lane_constant(constants, 2, KEYS)[None, :]
     key3 = lane_constant(constants, 3, KEYS)[None, :]
-    VALUES: gl.constexpr = gl.SliceLayout(0, B2 if VALUE_BITS == 2 else A2)
+    if KEY_BITS == 3:
+        key0 = gl.expand_dims(key0, 1)
+        key1 = gl.expand_dims(key1, 1)
+    VALUES: gl.constexpr = gl.SliceLayout(
+        0, B2 if VALUE_BITS == 2 else value_eighth_layout(TILE) if VALUE_BITS == 3 else A2
+    )
     value0 = lane_constant(constants, 4, VALUES)[None, :]
     value1 = lane_constant(constants, 5, VALUES)[None, :]
     value2 = lane_constant(constants, 6, VALUES)[None, :]
@@ -219,8 +233,12 @@ def fast_decode(
         for i in range(n):
             page = look_up(cursor, table, width)
             mbarrier.wait(bars.index(slot), phase)
-            key_codes = s_keys.index(slot)._reinterpret(gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU))
-            value_codes = s_values.index(slot)._reinterpret(gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU))
+            key_codes = s_keys.index(slot)._reinterpret(
+                gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU, KEY_BITS)
+            )
+            value_codes = s_values.index(slot)._reinterpret(
+                gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU, VALUE_BITS)
+            )
             factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE], FLAT)
             score = raw_scores(key_codes.index(0), queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
             key_scale = finite(factors.index(0).load(TOKEN))
@@ -280,7 +298,7 @@ def fast_decode(
             w = gl.convert_layout(w, B2, assert_trivial=True)
             sums = add_values(value_codes.index(SIDES - 1), w, sums, value_constants, VALUE_BITS, LEVELS, mma)
             if cursor[0] > 0:
-                fetch(cursor, page, slot, sources, buffers, bars, kv_heads, TILE, KU, VU)
+                fetch(cursor, page, slot, sources, buffers, bars, kv_heads, TILE, KEY_BITS, VALUE_BITS, DIM)
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
             slot += 1
             if slot == STAGES:
@@ -293,13 +311,13 @@ def fast_decode(
         gl.store(lses + piece * ROWS + o_head, reference + gl.log2(weight), mask=o_head < ROWS)
         out = output(sums, value_shift, HEADS, VALUE_BITS)
         OUT: gl.constexpr = out.type.layout
-        CODES: gl.constexpr = 16 // VALUE_BITS
         h = gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
-        u = gl.arange(0, VU, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
-        e = gl.arange(0, CODES, layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
+        u = gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
+        e = gl.arange(0, out.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
+        d_out = (u % 8) * 16 + (u // 8) * 8 + e if VALUE_BITS == 3 else out.shape[2] * u + e
         inverse = gl.where(weight == 0.0, 0.0, value_scale / weight)  # a row may see nothing of these tiles
         inverse = gl.convert_layout(inverse, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
-        gl.store(pieces + (piece * ROWS + h) * DIM + (CODES * u + e), out * inverse, mask=(h < ROWS) & (u + e >= 0))
+        gl.store(pieces + (piece * ROWS + h) * DIM + d_out, out * inverse, mask=(h < ROWS) & (d_out >= 0))
 
         left -= n
         tile += n

@@ -1,6 +1,6 @@
 """Scores of a tile: queries rotated and split in two parts, times the levels of keys.
 
-2 and 4 bits: queries as two int8 parts of 15 bits, levels as int8. 8 bits: queries as two float16 parts, levels as sums
+2 to 4 bits: queries as two int8 parts of 15 bits, levels as int8. 8 bits: queries as two float16 parts, levels as sums
 of two float16 numbers. The coordinates of a row are in the order in which lanes hold the codes; queries follow.
 """
 
@@ -12,14 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .fast_layouts import key_half_layout, key_layout, key_unit_layout
-from .fast_primitives import key_levels2, key_levels4, key_levels8
+from .fast_codes import key_levels2, key_levels3, key_levels4, key_levels8
+from .fast_layouts import key_half_layout, key_layout, key_quarter_layout, key_unit_layout
 
 
 @gluon.constexpr_function
 def query_planes(bits, dim):
     """Parts that `raw_scores` multiplies separately."""
-    return {2: dim // 32 if dim < 256 else 8, 4: 2 if dim == 64 else 4, 8: 2}[bits]
+    return {2: dim // 32 if dim < 256 else 8, 3: 4, 4: 2 if dim == 64 else 4, 8: 2}[bits]
 
 
 @gluon.jit
@@ -47,6 +47,9 @@ def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
         if BITS == 2 and DIM == 128:  # head, lane, plane, code, half, part
             parts = parts.reshape([HEADS, 4, 4, 4, 2, 2])
             parts = gl.permute(parts, (2, 0, 5, 4, 1, 3) if HEADS == 4 else (2, 5, 0, 4, 1, 3))
+        elif BITS == 3:  # head, lane, plane, half, code, part
+            parts = parts.reshape([HEADS, 4, 4, 2, 4, 2])
+            parts = gl.permute(parts, (2, 0, 5, 3, 1, 4) if HEADS == 4 else (2, 5, 0, 3, 1, 4))
         elif BITS == 2:  # head, lane, half, unit, code, odd, part: unit and odd make the plane
             parts = parts.reshape([HEADS, 4, 2, 4, 4, 2, 2])
             parts = gl.permute(parts, (3, 5, 0, 6, 2, 1, 4) if HEADS == 4 else (3, 5, 6, 0, 2, 1, 4))
@@ -124,6 +127,26 @@ def scores2(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, m
 
 
 @gluon.jit
+def scores3(codes, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    ROW: gl.constexpr = gl.SliceLayout(1, key_quarter_layout(TILE, 32))
+    PIECE: gl.constexpr = gl.SliceLayout(1, key_quarter_layout(TILE, 8))
+    pieces = gl.permute(codes.load(ROW).reshape([TILE, 2, 2, 8]), (0, 3, 1, 2))
+    even, odd = gl.split(pieces)
+    a, c = gl.split(even)
+    b, _ = gl.split(odd)
+    a = gl.expand_dims(gl.convert_layout(a, PIECE, assert_trivial=True), 1)
+    b = gl.expand_dims(gl.convert_layout(b, PIECE, assert_trivial=True), 1)
+    c = gl.expand_dims(gl.convert_layout(c, PIECE, assert_trivial=True), 1)
+    QUARTER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, key_quarter_layout(TILE, 8)))
+    quarter = gl.arange(0, 4, layout=QUARTER)[None, :, None]
+    planes = key_levels3(a, b, c, quarter, constants[0], constants[1])
+    for i in gl.static_range(4):
+        keys = gl.permute(planes[i].reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
+        s = multiply(keys, queries[i], s, HEADS, mma)
+    return s
+
+
+@gluon.jit
 def scores8(keys, queries, constants, s, HEADS: gl.constexpr, mma: gl.constexpr):
     z0, z1, g0, g1 = key_levels8(keys, constants[0], constants[1], constants[2], constants[3])
     s = multiply(z0, queries[0], s, HEADS, mma)
@@ -138,14 +161,17 @@ def raw_scores(
     mma: gl.constexpr,
 ):  # fmt: skip
     """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [8, TILE], float32."""
-    keys = codes.load(key_unit_layout(TILE, U))
     DTYPE: gl.constexpr = gl.float32 if BITS == 8 else gl.int32
     s = gl.zeros([TILE, 8] if HEADS == 4 else [16, TILE], DTYPE, mma)
-    if BITS == 8:
+    if BITS == 3:
+        s = scores3(codes, queries, constants, s, TILE, HEADS, mma)
+    elif BITS == 8:
+        keys = codes.load(key_unit_layout(TILE, U))
         keys = gl.permute(keys.reshape([TILE, U // 32, 4, 4, 2]), (0, 1, 3, 2, 4)).reshape([TILE, U])
         keys = gl.convert_layout(keys, key_half_layout(TILE, U), assert_trivial=True)
         s = scores8(keys, queries, constants, s, HEADS, mma)
     else:
+        keys = codes.load(key_unit_layout(TILE, U))
         if U > 16:
             keys = gl.permute(keys.reshape([TILE, U // 32, 4, 2, 4]), (0, 1, 3, 2, 4)).reshape([TILE, U])
         keys = gl.convert_layout(keys, key_layout(TILE, U), assert_trivial=True)

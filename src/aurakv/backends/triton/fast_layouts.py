@@ -44,13 +44,34 @@ def key_half_layout(tile, units):
 
 
 @gluon.constexpr_function
-def shared_unit_layout(tile, units):
+def key_quarter_layout(tile, units):
+    """Rows of 3-bit codes [tile, lane c, units]: lane 4g + c holds rows 8j + g."""
+    regs = [[0, 0, 1 << i] for i in range((units - 1).bit_length())] + [[row, 0, 0] for row, _ in _rows(tile)]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [], [], [tile, 4, units])
+
+
+@gluon.constexpr_function
+def value_eighth_layout(tile):
+    """Units of 3-bit codes [8, tile]: lane 4g + c holds unit g of tokens 2c, 2c + 1 of each 8."""
+    regs = [[0, 1]] + [[0, row] for row, _ in _rows(tile)]
+    return gl.DistributedLinearLayout(regs, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [8, tile])
+
+
+@gluon.constexpr_function
+def copy_units(bits, dim):
+    """Units that a row takes in shared memory: rows of 3 bits are padded, 48 bytes to 64."""
+    return dim * (4 if bits == 3 else bits) // 16
+
+
+@gluon.constexpr_function
+def shared_unit_layout(tile, units, bits):
     """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled."""
     count = (tile * units - 1).bit_length()
     inner = (units - 1).bit_length()
     flat = [[0, 1 << i] if i < inner else [1 << i - inner, 0] for i in range(count)]
     bases = [list(base) for base in flat]
-    for i in range(3):  # bits of the line's number, and the pieces that they exchange
+    for i in range(0 if bits == 3 else 3):  # bits of the line's number, and the pieces that they exchange
         if 6 + i < count:
             bases[6 + i] = [flat[6 + i][0] + flat[3 + i][0], flat[6 + i][1] + flat[3 + i][1]]
     return gl.SharedLinearLayout(bases, [], 1024)

@@ -128,7 +128,9 @@ def _value_levels(codec: Codec) -> ValueLevels | None:
     if found is None:
         return None
     unit, bend = found
-    z = 1.0 if codec.bits == 4 else 128.0  # the kernel's variable is (code − 2^(bits − 1)) / z
+    if codec.bits == 3:
+        return ValueLevels(CUBIC, unit, 0.0, (half2(1.0), half2(bend)))
+    z = 128.0 if codec.bits == 8 else 1.0  # the kernel's variable is (code − 2^(bits − 1)) / z
     coefficients = (0.5 + bend / 8, (1 + 0.75 * bend) * z, 1.5 * bend * z * z, bend * z**3)
     return ValueLevels(CUBIC, unit * z, 0.0, tuple(half2(c / z) for c in coefficients))
 

@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .fast_layouts import copy_units
+
 
 @gluon.jit
 def add(a, b):
@@ -111,17 +113,26 @@ def look_up(cursor, table, width):
 
 
 @gluon.jit
-def fetch(cursor, page, slot, sources, buffers, bars, kv_heads, TILE: gl.constexpr, KU: gl.constexpr, VU: gl.constexpr):
+def copy_codes(source, piece, row, bar, buffer, BITS: gl.constexpr, DIM: gl.constexpr):
+    if BITS == 3:
+        tma.async_copy_global_to_shared(source, [piece, row, 0, 0], bar, buffer)
+    else:
+        tma.async_copy_global_to_shared(source, [piece, 0, row * (DIM * BITS // 16) // 64, 0], bar, buffer)
+
+
+@gluon.jit
+def fetch(
+    cursor, page, slot, sources, buffers, bars, kv_heads, TILE: gl.constexpr,
+    KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
     """Start the copy of the tile under the cursor into a slot of the ring."""
     piece = page * kv_heads + cursor[2] // cursor[4][4]
     row = cursor[6] * TILE
     bar = bars.index(slot)
-    mbarrier.expect(bar, TILE * (2 * KU + 2 * VU + 4))
-    if KU == VU:  # keys and values in one copy
-        tma.async_copy_global_to_shared(sources[0], [piece, 0, row * KU // 64, 0], bar, buffers[0].index(slot))
-    else:
-        tma.async_copy_global_to_shared(sources[0], [piece, 0, row * KU // 64, 0], bar, buffers[0].index(slot))
-        tma.async_copy_global_to_shared(sources[1], [piece, 0, row * VU // 64, 0], bar, buffers[1].index(slot))
+    mbarrier.expect(bar, TILE * (2 * copy_units(KEY_BITS, DIM) + 2 * copy_units(VALUE_BITS, DIM) + 4))
+    copy_codes(sources[0], piece, row, bar, buffers[0].index(slot), KEY_BITS, DIM)
+    if KEY_BITS != VALUE_BITS or KEY_BITS == 3:  # else keys and values came together
+        copy_codes(sources[1], piece, row, bar, buffers[1].index(slot), VALUE_BITS, DIM)
     tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
 
 

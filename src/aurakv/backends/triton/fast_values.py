@@ -1,6 +1,7 @@
 """Weights of a tile times the levels of values.
 
-A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8] for each of them; `output` puts them together.
+A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8] for each of them; `output` puts them together. Of 3
+bits there are eight sums [16, 8], of codes i and i + 8 of 16.
 """
 
 # mypy: ignore-errors
@@ -12,6 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from . import fast_levels
+from .fast_codes import (
+    value_bits,
+    value_levels_cubic,
+    value_levels_cubic3,
+    value_levels_cubic8,
+    value_levels_minifloat,
+)
+from .fast_layouts import value_eighth_layout
 from .fast_primitives import (
     half_pairs,
     larger,
@@ -19,10 +28,6 @@ from .fast_primitives import (
     times_constant,
     times_pairs,
     transpose_weights,
-    value_bits,
-    value_levels_cubic,
-    value_levels_cubic8,
-    value_levels_minifloat,
     where_seen,
 )
 
@@ -56,13 +61,12 @@ def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: g
 @gluon.jit
 def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, mma: gl.constexpr):
     """One sum for each code of a unit, and for 2 bits the sum of the weights."""
-    zero = gl.zeros([DIM * BITS // 16, 8], gl.float32, mma)
-    if BITS == 8:
-        return zero, zero
-    elif BITS == 4:
-        return zero, zero, zero, zero
-    else:
-        return zero, zero, zero, zero, zero, zero, zero, zero, zero
+    COUNT: gl.constexpr = 9 if BITS == 2 else 8 if BITS == 3 else 16 // BITS
+    ROWS: gl.constexpr = 16 if BITS == 3 else DIM * BITS // 16
+    sums = ()
+    for _ in gl.static_range(COUNT):
+        sums = sums + (gl.zeros([ROWS, 8], gl.float32, mma),)  # noqa: RUF005
+    return sums
 
 
 @gluon.jit
@@ -97,12 +101,37 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
         a2 = mma_v2(planes[6], w, a2)
         a3 = mma_v2(planes[7], w, a3)
         return a0, a1, a2, a3
+    elif BITS == 3:
+        TILE: gl.constexpr = values.shape[1]
+        EIGHTH: gl.constexpr = value_eighth_layout(TILE)
+        units = gl.permute(values.reshape([2, 2, 8, TILE]), (2, 3, 0, 1))
+        first, second = gl.split(units)
+        a, c = gl.split(first)
+        b, _ = gl.split(second)
+        a = gl.convert_layout(a, EIGHTH, assert_trivial=True)
+        b = gl.convert_layout(b, EIGHTH, assert_trivial=True)
+        c = gl.convert_layout(c, EIGHTH, assert_trivial=True)
+        planes = value_levels_cubic3(a, b, c, constants[0], constants[1])
+        new = ()
+        for i in gl.static_range(8):
+            both = gl.permute(gl.join(planes[i], planes[i + 8]), (2, 0, 1)).reshape([16, TILE])
+            both = gl.convert_layout(both, A, assert_trivial=True)
+            new = new + (mma_v2(both, w, sums[i]),)  # noqa: RUF005
+        return new
     elif BITS == 4:
         v0, v1, v2, v3 = value_levels_cubic(values, constants[0], constants[1], constants[2], constants[3])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1]), mma_v2(v2, w, sums[2]), mma_v2(v3, w, sums[3])
     else:
         v0, v1 = value_levels_cubic8(values, constants[0], constants[1], constants[2], constants[3])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1])
+
+
+@gluon.jit
+def eighths(s0, s1, s2, s3, s4, s5, s6, s7):
+    """Eight tensors side by side in a new last dimension, in order."""
+    a = gl.join(gl.join(s0, s4), gl.join(s2, s6))
+    b = gl.join(gl.join(s1, s5), gl.join(s3, s7))
+    return gl.join(a, b).reshape([s0.shape[0], s0.shape[1], 8])
 
 
 @gluon.jit
@@ -114,14 +143,12 @@ def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
     elif BITS == 4:
         out = gl.join(gl.join(sums[0], sums[1]), gl.join(sums[2], sums[3]))
         out = gl.permute(out, (0, 1, 3, 2)).reshape([U, 8, 4])
+    elif BITS == 3:
+        out = eighths(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7])
     else:
-        constant = sums[8] * shift
-        a = gl.join(gl.join(sums[0] + constant, sums[4] * 2.0**-8 + constant),
-                    gl.join(sums[2] * 2.0**-4 + constant, sums[6] * 2.0**-2 + constant))  # fmt: skip
-        b = gl.join(gl.join(sums[1] * 2.0**-2 + constant, sums[5] + constant),
-                    gl.join(sums[3] * 2.0**-6 + constant, sums[7] * 2.0**-4 + constant))  # fmt: skip
-        out = gl.join(a, b).reshape([U, 8, 8])  # by bits of the code's number: 2, 1, 0 from the left of each join
+        s1, s2, s3, s4 = sums[1] * 2.0**-2, sums[2] * 2.0**-4, sums[3] * 2.0**-6, sums[4] * 2.0**-8
+        out = eighths(sums[0], s1, s2, s3, s4, sums[5], sums[6] * 2.0**-2, sums[7] * 2.0**-4)
+        out += gl.expand_dims(gl.convert_layout(sums[8] * shift, gl.SliceLayout(2, out.type.layout)), 2)
     if HEADS == 4:
-        C: gl.constexpr = 16 // BITS
-        out = gl.sum(gl.permute(out.reshape([U, 4, 2, C]), (0, 1, 3, 2)), 3)
+        out = gl.sum(gl.permute(out.reshape([U, 4, 2, out.shape[2]]), (0, 1, 3, 2)), 3)
     return out
