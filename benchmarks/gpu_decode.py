@@ -3,7 +3,8 @@
 python benchmarks/gpu_decode.py --json out.json
 
 Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leaves it full of dirty lines, as
-triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache.
+triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache. Rows are added
+to a file that exists.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import argparse
 import dataclasses
 import functools
 import json
+import pathlib
 import statistics
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aurakv.backends import reference
@@ -113,6 +116,8 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     rows = []
+    options = {"flush": args.flush, "queries": args.queries, "exact": args.exact, "softcap": args.softcap}
+    options = {**options, "offsets": args.offsets}
     for seqs, kv_heads, group, tokens in (SHAPES[i] for i in args.shapes):
         group, tokens = args.group or group, args.tokens or tokens
         base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush, args.queries)
@@ -134,6 +139,7 @@ def main() -> None:
                 time = microseconds(functools.partial(decode, q, pages, starts, scoring), args.flush)
                 read = seqs * kv_heads * tokens * pages.format.bytes_per_token
                 rows.append({
+                    **options,
                     "shape": [seqs, kv_heads, group, tokens], "dim": args.dim, "format": name, "page": page_size,
                     "us": time, "bf16_us": base, "ratio": base / time, "TB/s": read / time / 1e6, "error": wrong,
                 })  # fmt: skip
@@ -142,12 +148,10 @@ def main() -> None:
                     f" x{base / time:.2f} error {wrong:.1e}", flush=True,
                 )  # fmt: skip
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(
-                {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "flush": args.flush, "rows": rows},
-                file,
-                indent=1,
-            )
+        file = pathlib.Path(args.json)
+        known = json.loads(file.read_text())["rows"] if file.exists() else []
+        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        file.write_text(json.dumps({**device, "rows": known + rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

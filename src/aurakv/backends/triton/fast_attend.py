@@ -29,7 +29,6 @@ MAX_SEQS = 1024
 MAX_ROWS = 8  # of a job
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
 STAGES = 2
-LEAST_TILES = 6  # of a program, where possible
 
 
 def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, precision: str) -> str | None:
@@ -154,8 +153,10 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
     jobs = pages.kv_heads * (pages.seqs + (tokens * group // MAX_ROWS if several else 0))
     most = jobs * pages.table.shape[1] * _page_tiles(pages)
     units, residents = _multiprocessors(pages.data.device), _residents(pages.format, rows)
-    if most <= LEAST_TILES * units * residents:  # few tiles each: fewer programs prepare, store and merge less
-        residents = 4
+    while (
+        residents > 4 and most < residents * units * residents
+    ):  # few tiles each: fewer programs prepare and merge less
+        residents -= 4
     programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
     return Plan(rows, jobs, programs, 2 * programs + jobs)
 
