@@ -3,8 +3,8 @@
 python benchmarks/gpu_decode.py --json out.json
 
 Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leaves it full of dirty lines, as
-triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache. Rows are added
-to a file that exists.
+triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache. Rows are
+added to a file that exists.
 """
 
 from __future__ import annotations

@@ -448,7 +448,8 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         (90, MINIFLOAT, 128, 64, 4, False), (90, CUBIC, 128, 64, 8, False), (90, MINIFLOAT, 128, 32, 8, True),
         (90, MINIFLOAT, 64, 64, 4, False), (90, CUBIC, 256, 32, 8, False), (100, MINIFLOAT, 128, 64, 4, False),
         (90, "k2v2", 128, 64, 4, False), (90, "k2v2", 256, 64, 8, True), (90, "k8:cubic/v4", 128, 32, 4, False),
-        (90, "k8:cubic/v8:cubic", 128, 32, 8, True), (90, "k3v3", 128, 64, 4, False), (90, "k3v3", 128, 64, 8, True),
+        (90, "k8:cubic/v4", 64, 64, 8, True), (90, "k8:cubic/v8:cubic", 128, 32, 8, True),
+        (90, "k3v3", 128, 64, 4, False), (90, "k3v3", 128, 64, 8, True),
     ],
 )  # fmt: skip
 def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int, group: int, several: bool) -> None:

@@ -153,18 +153,16 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
     jobs = pages.kv_heads * (pages.seqs + (tokens * group // MAX_ROWS if several else 0))
     most = jobs * pages.table.shape[1] * _page_tiles(pages)
     units, residents = _multiprocessors(pages.data.device), _residents(pages.format, rows)
-    while (
-        residents > 4 and most < residents * units * residents
-    ):  # few tiles each: fewer programs prepare and merge less
+    while residents > 4 and most < residents * units * residents:  # where tiles are few, fewer programs do less beside
         residents -= 4
     programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
     return Plan(rows, jobs, programs, 2 * programs + jobs)
 
 
 def _tile(pages: Pages) -> int:
-    """Tokens of a tile: no page boundary inside, and 8 programs with two tiles each fit a multiprocessor."""
+    """Tokens of a tile: no page boundary inside, and the programs of a multiprocessor fit it with two tiles each."""
     small = pages.page_size % 64 and pages.table.shape[1] > 1
-    return 32 if small or pages.format.bytes_per_token > 200 else 64
+    return 32 if small or pages.format.bytes_per_token > 190 else 64
 
 
 def _page_tiles(pages: Pages) -> int:
@@ -181,11 +179,9 @@ def _residents(format: Format, rows: int) -> int:
 def _registers(format: Format, rows: int) -> int:
     """Registers of a thread: as many as the programs that share a multiprocessor leave, and help."""
     key, value = format.key, format.value
-    if key.dim == 64 and key.bits < 8:
-        return 168
-    if key.dim == 256 or max(key.bits, value.bits) == 8:
+    if key.dim == 256 or value.bits == 8 or (key.bits == 8 and value.bits < 4):
         return 255
-    return 168 if rows <= 4 else 216
+    return 168 if key.dim == 64 or key.bits == 8 or rows <= 4 else 216
 
 
 @functools.cache
