@@ -12,7 +12,7 @@ from transformers import DynamicCache  # noqa: E402
 
 import aurakv as kv  # noqa: E402
 from aurakv.evaluation import builtin, compare, ids_of, read  # noqa: E402
-from aurakv.evaluation.measure import reads_of  # noqa: E402
+from aurakv.evaluation.reads import reads_of  # noqa: E402
 from aurakv.evaluation.tensors import bytes_of, tensors_of  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
 
@@ -47,8 +47,11 @@ def ids():
     return torch.randint(3, 96, (1, COUNT), generator=torch.Generator().manual_seed(1))
 
 
+PLAIN = {"first": 0, "centre": False}  # what centred keys are depends on the tokens that come at once
+
+
 def caches(model, *names, **options):
-    return {name: lambda name=name: AuraCache(model.config, name, **options) for name in names}
+    return {name: lambda name=name: AuraCache(model.config, name, **{**PLAIN, **options}) for name in names}
 
 
 @torch.no_grad()
@@ -58,14 +61,14 @@ def test_rows_say_what_one_forward_pass_says(model, ids):
     assert model.config._attn_implementation == before
     assert [row.name for row in rows] == ["uncompressed", "k4v4"]
     expected = model(ids).logits[0].double().log_softmax(1)
-    cache = AuraCache(model.config, "k4v4")
+    cache = AuraCache(model.config, "k4v4", **PLAIN)
     model.set_attn_implementation("aurakv")
     ours = model(ids, past_key_values=cache).logits[0].double().log_softmax(1)
     model.set_attn_implementation(before)
     for row, logp in zip(rows, (expected, ours), strict=True):
         nll = -logp[:-1].gather(1, ids[0, 1:, None]).mean()
         assert row.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
-        assert row.tokens == COUNT
+        assert (row.tokens, row.predictions) == (COUNT, COUNT - 1)
         assert row.seconds > 0
     kl = (expected.exp() * (expected - ours)).sum(1)[:-1].mean()
     assert rows[1].kl == pytest.approx(float(kl), rel=2e-2)
@@ -82,6 +85,16 @@ def test_chunks_change_nothing_and_progress_counts(model, ids):
     assert small[1].tokens_from_codes == large[1].tokens_from_codes == COUNT
     assert small[1].reads_from_codes == large[1].reads_from_codes == 1
     assert told == [(n, 22) for n in range(1, 23)]
+
+
+@torch.no_grad()
+def test_every_third_prediction(model, ids):
+    row = compare(model, ids, caches(model, "k4v4"), chunk=16, every=3)[0]
+    logp = model(ids).logits[0].double().log_softmax(1)[:-1:3]
+    assert row.predictions == len(logp) == 25
+    assert row.perplexity == pytest.approx(math.exp(-logp.gather(1, ids[0, 1::3, None]).mean()), rel=1e-4)
+    last = compare(model, ids[:, :65], caches(model, "k4v4"), chunk=16)[1]  # its last chunk predicts nothing
+    assert (last.predictions, last.tokens_from_codes) == (64, 65)
 
 
 def test_sixteen_bits_lose_nothing_and_fewer_bits_lose_more(model, ids):
@@ -140,7 +153,7 @@ def test_bytes_are_those_of_the_tensors(model, ids):
 def test_wrong_input(model, ids):
     with pytest.raises(kv.InputError, match="at least 2 tokens"):
         compare(model, ids[:, :1], {})
-    with pytest.raises(kv.InputError, match="chunk must be at least 1"):
+    with pytest.raises(kv.InputError, match="chunk and every must be at least 1"):
         compare(model, ids, {}, chunk=0)
     with pytest.raises(kv.InputError, match="stands for the model itself"):
         compare(model, ids, {"uncompressed": dict})
