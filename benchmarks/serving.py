@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=1 << 30, help="bytes for the KV cache")
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped
 
     from aurakv import models
 

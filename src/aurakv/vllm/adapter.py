@@ -135,6 +135,13 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
         return (KVCacheLayout.LBHNC,)  # a page is one run of bytes, head after head
 
     @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Only looks: what `AuraImpl.spec` made passes, and so does a probe of one token."""
+        if spec.state_content_bytes is None and (cls is not AuraBackend or spec.block_size > 1):
+            raise InputError(f"aurakv cannot serve this: the model has layers of the kind {type(spec).__name__}")
+        return spec
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 
