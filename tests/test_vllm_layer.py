@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 import aurakv as kv
 from aurakv.errors import InputError
+from aurakv.policy import LayerPolicy, Policy
 from aurakv.vllm.layer import TOKENS, Layer, Lengths, Step
-from aurakv.vllm.plan import Plan
+from aurakv.vllm.plan import Plan, shard
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 64, 32
 CPU = torch.device("cpu")
@@ -240,10 +242,52 @@ def test_plan_of_a_format() -> None:
     assert Plan.parse({"another plugin": 1}) is None
     plan = Plan.parse({"aurakv": "k4v16"})
     assert plan is not None
-    assert plan.layer((64, 64), torch.float32).name == "k4v16:f32"
+    assert plan.layer(7).format == "k4v16"
+    plan.check_model(30, 3, 64)
+    with pytest.raises(InputError, match="dim"):
+        plan.check_model(30, 3, 44)
     for wrong in (4, None, {"format": "k4v4"}, "k4", "k7v4"):
         with pytest.raises(InputError):
             Plan.parse({"aurakv": wrong})
+
+
+def test_plan_of_a_policy(tmp_path: Path) -> None:
+    layers = (LayerPolicy("k8v4", key_offset=torch.randn(4, DIM)), LayerPolicy("k4v4", balance=torch.rand(4, DIM) + 1))
+    Policy(4, DIM, layers).save(tmp_path / "policy.json")
+    plan = Plan.parse({"aurakv": str(tmp_path / "policy.json")})
+    assert plan is not None
+    assert [plan.layer(i).format for i in range(2)] == ["k8v4", "k4v4"]
+    plan.check_model(2, 4, DIM)
+    with pytest.raises(InputError, match="2 KV layers"):
+        plan.check_model(3, 4, DIM)
+    offset, balance = plan.layer(0).key_offset, plan.layer(1).balance
+    assert offset is not None
+    assert balance is not None
+    for ranks, rank, heads, first in ((1, 0, 4, 0), (2, 1, 2, 2), (4, 3, 1, 3), (8, 5, 1, 2)):
+        torch.testing.assert_close(shard(plan.layer(0), rank, ranks, heads).key_offset, offset[first : first + heads])
+        torch.testing.assert_close(shard(plan.layer(1), rank, ranks, heads).balance, balance[first : first + heads])
+    Policy(4, DIM, layers, first=4).save(tmp_path / "exact.json")
+    with pytest.raises(InputError, match="no uncompressed tokens"):
+        Plan.parse({"aurakv": str(tmp_path / "exact.json")})
+
+
+def test_offsets_and_balance_leave_attention_as_it_is() -> None:
+    """At 8 bits the result is close to exact attention, with keys that need both."""
+    torch.manual_seed(7)
+    policy = LayerPolicy(
+        "k8v8",
+        key_offset=3 * torch.randn(KV_HEADS, DIM),
+        value_offset=torch.randn(KV_HEADS, DIM),
+        balance=torch.rand(KV_HEADS, DIM) + 0.5,
+    )
+    engine = Engine(kv.Format.parse("k8v8", DIM), kv.Scoring())
+    engine.layer = Layer(kv.Format.parse("k8v8", DIM), kv.Scoring(), policy=policy)
+    q, k, v = rows(90)
+    assert policy.key_offset is not None
+    assert policy.balance is not None
+    k += policy.key_offset / policy.balance
+    out = torch.cat([engine.step({0: (q[:60], k[:60], v[:60])})[0], engine.step({0: (q[60:], k[60:], v[60:])})[0]])
+    torch.testing.assert_close(out, kv.attend_dense(q, k, v, [0, 90]).out, atol=5e-2, rtol=0)
 
 
 def test_pages_of_whole_blocks_have_no_padding() -> None:

@@ -253,8 +253,8 @@ def test_tensor_parallel_real_model(model: Path) -> None:
 
 
 REFUSED = {
-    "unknown format": ({}, "k7v4", "a format name is"),
-    "not a name": ({}, 4, "must be the name of a format"),
+    "unknown format": ({}, "k7v4", "bits must be one of"),
+    "not a name": ({}, 4, "must be a format"),
     "other cache dtype": ({"kv_cache_dtype": "fp8"}, "k4v4", "--kv-cache-dtype must be auto"),
     "other backend": ({"attention_backend": "TRITON_ATTN"}, "k4v4", "names another backend"),
     "embedding model": ({"runner": "pooling"}, "k4v4", "must generate text"),
@@ -268,6 +268,16 @@ def test_refused_at_start(model: Path, name: str) -> None:
     options, switch, message = REFUSED[name]
     with pytest.raises(Exception, match=message):
         EngineArgs(str(model), additional_config={"aurakv": switch}, **options).create_engine_config()
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    from transformers import DeepseekV2Config
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = DeepseekV2Config(hidden_size=64, num_hidden_layers=2, architectures=["DeepseekV2ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="multi-head latent attention"):
+        EngineArgs(str(tmp_path), additional_config={"aurakv": "k4v4"}, skip_tokenizer_init=True).create_engine_config()
 
 
 def test_without_the_switch_nothing_changes(model: Path) -> None:
