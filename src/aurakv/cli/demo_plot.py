@@ -40,10 +40,11 @@ def save(results: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path) -
         fontweight="bold", color=INK,
     )  # fmt: skip
     versions = facts["versions"]
-    made.supxlabel(
+    how = (
         f"k4v4: 4-bit keys, 4-bit values. Measured by aurakv demo on {facts['device']}, {facts['threads']} threads,"
-        f" {facts['dtype']}; torch {versions['torch']}, transformers {versions['transformers']}", x=0.014, ha="left", fontsize=8.5, color=MUTED,
-    )  # fmt: skip
+        f" {facts['dtype']}; torch {versions['torch']}, transformers {versions['transformers']}"
+    )
+    made.supxlabel(how, x=0.014, ha="left", fontsize=8.5, color=MUTED)
     made.savefig(path)
 
 
