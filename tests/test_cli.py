@@ -134,6 +134,24 @@ def test_errors_are_one_line(call, monkeypatch, error, code, line):
     assert (got, out, err) == (code, "", line + "\n")
 
 
+@pytest.mark.parametrize(
+    ("package", "extra", "command"),
+    [
+        ("rich", "cli", ("info",)),
+        ("matplotlib", "cli", ("bench", "--tokens", 64, "--rounds", 1, "--plot", "bench.png")),
+        ("transformers", "hf", ("generate", "--prompt", "x", "--device", "cpu")),
+        ("transformers", "hf", ("demo", "--device", "cpu")),
+        ("transformers", "hf", ("plan", "--memory", "1GB", "--model", "gpt2")),
+    ],
+)
+def test_missing_packages_are_named(refused, monkeypatch, tmp_path, package, extra, command):
+    for name in [name for name in sys.modules if name.split(".")[0] == package or name.startswith("aurakv.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    assert refused(*command).endswith(f'this needs the package {package}: pip install "aurakv[{extra}]"')
+
+
 def test_defects_are_not_hidden(monkeypatch):
     monkeypatch.setattr(cli.info, "run", fail_with(ModuleNotFoundError("no", name="aurakv.nothing")))
     with pytest.raises(ModuleNotFoundError):
@@ -359,6 +377,7 @@ def test_demo_prompt_keeps_the_template(small):
 
 
 def test_demo_refuses(refused, small, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     options = ("demo", "--model", small, "--picture", tmp_path / "demo.png")
     assert "compressed formats, each once" in refused(*options, "--format", "k4v4,none")
     assert "compressed formats, each once" in refused(*options, "--format", "k4v4,k4v4")

@@ -172,11 +172,13 @@ class Screen:
 
 
 def picture(path: Path) -> Path:
-    """A path that matplotlib can write to, checked before the work that leads to it."""
+    """A path that matplotlib, if it is installed, can write to: checked before the work that leads to a picture."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InputError(f"a picture must end with .png, .svg or .pdf, got {path}")
     if not path.parent.is_dir():
         raise InputError(f"{path.parent} must be a folder that exists, to save {path.name} in it")
+    import matplotlib  # noqa: F401
+
     return path
 
 
