@@ -139,7 +139,9 @@ class Screen:
 
         if self.json:
             return
-        made = Table(title=Text(title) if title else None, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        if title:
+            self.out.print(Text(title, style="bold"), soft_wrap=True)  # a title of the table would break at its width
+        made = Table(box=SIMPLE_HEAD)
         cells = [[str(cell) for cell in row] for row in rows]
         for at, name in enumerate(columns):
             number = name.startswith(">")
