@@ -326,7 +326,7 @@ def test_demo(answer, call, small, tmp_path):
         8,
         "--picture",
         picture,
-        "--format",
+        "--formats",
         "k16v16,k4v4",
     )
     found = answer(*options)
@@ -379,9 +379,9 @@ def test_demo_prompt_keeps_the_template(small):
 def test_demo_refuses(refused, small, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     options = ("demo", "--model", small, "--picture", tmp_path / "demo.png")
-    assert "compressed formats, each once" in refused(*options, "--format", "k4v4,none")
-    assert "compressed formats, each once" in refused(*options, "--format", "k4v4,k4v4")
-    assert "a format name is" in refused(*options, "--format", "k4", "--tokens", 300)
+    assert "compressed formats, each once" in refused(*options, "--formats", "k4v4,none")
+    assert "compressed formats, each once" in refused(*options, "--formats", "k4v4,k4v4")
+    assert "a format name is" in refused(*options, "--formats", "k4", "--tokens", 300)
     assert "2,048 tokens of this model" in refused(*options)
     assert "--tokens must be from" in refused(*options, "--tokens", 9)
     assert "a picture must end with" in refused("demo", "--model", small, "--picture", tmp_path / "demo")
@@ -396,7 +396,7 @@ FEW = ("--tokens", "64,200", "--rounds", 1, "--heads", 4, "--kv-heads", 2, "--he
 def test_bench(answer, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / "bench.png"
-    found = answer("bench", *FEW, "--format", "k4v4,k2v2", "--page", 64, "--plot", picture)
+    found = answer("bench", *FEW, "--formats", "k4v4,k2v2", "--page", 64, "--plot", picture)
     rows = [(row["tokens"], row["method"]) for row in found["rows"]]
     assert rows == [(n, method) for n in (64, 200) for method in ("torch bf16", "k4v4", "k2v2")]
     for row in found["rows"]:
@@ -413,7 +413,7 @@ def test_bench_times_nothing_wrong(refused, monkeypatch):
 
     wrong = OffByOneSlot()
     monkeypatch.setitem(aurakv.backends._registered, wrong.name, wrong)
-    assert "nothing is timed" in refused("bench", *FEW, "--format", "k4v4", "--backend", wrong.name)
+    assert "nothing is timed" in refused("bench", *FEW, "--formats", "k4v4", "--backend", wrong.name)
 
 
 def test_bench_refuses(refused, tmp_path):
@@ -447,7 +447,7 @@ SHAPE = ("--layers", 3, "--kv-heads", 2, "--head-dim", 64)
 
 def test_plan_counts_what_a_cache_holds(answer):
     plan = answer(
-        "plan", "--memory", "1GB", *SHAPE, "--window", 100, "--window-layers", 1, "--tokens", 640, "--format", "k4v3"
+        "plan", "--memory", "1GB", *SHAPE, "--window", 100, "--window-layers", 1, "--tokens", 640, "--formats", "k4v3"
     )
     (row,) = plan["rows"]
     format = aurakv.Format.parse("k4v3", 64)
@@ -466,7 +466,7 @@ def test_plan_counts_what_a_cache_holds(answer):
 
 
 def test_plan_finds_the_longest_sequence(answer):
-    options = ("--memory", "1MiB", *SHAPE, "--format", "k4v4", "--bandwidth", "1GB")
+    options = ("--memory", "1MiB", *SHAPE, "--formats", "k4v4", "--bandwidth", "1GB")
     tokens = answer("plan", *options)["rows"][0]["tokens"]
     (fits,) = answer("plan", *options, "--tokens", tokens)["rows"]
     (over,) = answer("plan", *options, "--tokens", tokens + 1)["rows"]
@@ -475,7 +475,7 @@ def test_plan_finds_the_longest_sequence(answer):
 
 
 def test_plan_of_a_tiny_budget(answer):
-    (row,) = answer("plan", "--memory", 10, *SHAPE, "--format", "k4v4", "--bandwidth", "1GB")["rows"]
+    (row,) = answer("plan", "--memory", 10, *SHAPE, "--formats", "k4v4", "--bandwidth", "1GB")["rows"]
     assert (row["tokens"], row["sequences"]) == (0, 0)
 
 
@@ -500,7 +500,7 @@ def test_plan_of_a_model(answer, refused, tmp_path):
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     plan = answer(
-        "plan", "--memory", "1GB", "--model", tmp_path, "--tokens", 1024, "--format", "k4v4,k16v16", "--dtype", "f32"
+        "plan", "--memory", "1GB", "--model", tmp_path, "--tokens", 1024, "--formats", "k4v4,k16v16", "--dtype", "f32"
     )
     for row in plan["rows"]:
         cache = AuraCache(config, row["format"])
@@ -517,8 +517,8 @@ def test_plan_refuses(refused, tmp_path):
     assert "must be a size" in refused("plan", "--memory", "lots")
     assert "--memory" in refused("plan")
     assert "tokens such as" in refused("plan", "--memory", 1, "--tokens", "0")
-    assert "bits must be one of" in refused("plan", "--memory", "1GB", "--format", "k9v4")
-    assert "a format name is" in refused("plan", "--memory", "1GB", "--format", "four")
+    assert "bits must be one of" in refused("plan", "--memory", "1GB", "--formats", "k9v4")
+    assert "a format name is" in refused("plan", "--memory", "1GB", "--formats", "four")
     assert "together" in refused("plan", "--memory", "1GB", "--layers", 3)
     assert "at most --layers" in refused("plan", "--memory", "1GB", *SHAPE, "--window", 9, "--window-layers", 4)
     assert "belong to --layers" in refused("plan", "--memory", "1GB", "--window", 9)
@@ -543,15 +543,15 @@ real = [
 def test_embedded_model(answer, tmp_path, format):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert models.smollm2() == models.path()
-    (known,) = answer("plan", "--memory", "1GB", "--format", format, "--bandwidth", "1GB")["rows"]
-    (read,) = answer("plan", "--memory", "1GB", "--format", format, "--bandwidth", "1GB", "--model", models.path())[
+    (known,) = answer("plan", "--memory", "1GB", "--formats", format, "--bandwidth", "1GB")["rows"]
+    (read,) = answer("plan", "--memory", "1GB", "--formats", format, "--bandwidth", "1GB", "--model", models.path())[
         "rows"
     ]
     assert known == read, "what is known about the embedded model is what its config says"
     said = answer("generate", "--prompt", "What is the capital of France?", "--temperature", 0, "--max-tokens", 20)
     assert "Paris" in said["text"]
     options = ("--tokens", 700, "--answer", 8, "--picture", tmp_path / "demo.png")
-    none, coded = answer("demo", *options, "--format", format)["rows"]
+    none, coded = answer("demo", *options, "--formats", format)["rows"]
     assert none["bytes"] / coded["bytes"] > 6.5
     assert 0.85 < coded["top1"] < 1
     assert 0 < coded["kl"] < 0.1

@@ -33,11 +33,11 @@ def add(subparsers: Any) -> None:
         "how often both find the same token most likely. Saves a picture.",
         [
             "aurakv demo",
-            "aurakv demo --format k8v4,k4v4 --tokens 2K --picture demo.png",
+            "aurakv demo --formats k8v4,k4v4 --tokens 2K --picture demo.png",
             'aurakv demo --model path/to/model --file report.txt --question "What is the conclusion?"',
         ],
     )
-    parser.add_argument("--format", type=frame.names, default=FORMATS, metavar="LIST",
+    parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
                         help=f"formats, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
     parser.add_argument("--tokens", type=frame.tokens, default=4352, help="of the prompt (default 4352)")
     parser.add_argument("--answer", type=frame.tokens, default=48, help="tokens to generate (default 48)")
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
     from ..hf.choose import UNCOMPRESSED
 
     screen = frame.Screen(args)
-    if UNCOMPRESSED in args.format or len(set(args.format)) < len(args.format):
-        raise InputError(f"--format must name compressed formats, each once, got {','.join(args.format)}")
+    if UNCOMPRESSED in args.formats or len(set(args.formats)) < len(args.formats):
+        raise InputError(f"--formats must name compressed formats, each once, got {','.join(args.formats)}")
     frame.picture(args.picture)
     loaded = loading.load(args, screen)
     ids = _prompt(args, loaded)
@@ -135,7 +135,7 @@ def _read(
 
         return make
 
-    names = [UNCOMPRESSED, *args.format]
+    names = [UNCOMPRESSED, *args.formats]
     makers = {name: maker(name) for name in names}
     passes = (len(names) + 1) * -(-ids.shape[1] // CHUNK)
     with screen.progress(f"reading {ids.shape[1]:,} tokens", passes) as step:

@@ -58,13 +58,13 @@ def add(subparsers: Any) -> None:
         [
             "aurakv plan --memory 2GiB",
             "aurakv plan --memory 40GB --tokens 32K --model path/to/model --bandwidth 3.35TB",
-            "aurakv plan --memory 16GiB --layers 32 --kv-heads 8 --head-dim 128 --format k8v4,k4v4",
+            "aurakv plan --memory 16GiB --layers 32 --kv-heads 8 --head-dim 128 --formats k8v4,k4v4",
             "aurakv plan --memory 16GiB --layers 32 --kv-heads 8 --head-dim 128 --window 4096 --window-layers 16",
         ],
     )
     parser.add_argument("--memory", type=frame.size, required=True, help="bytes for the cache, e.g. 8GiB")
     parser.add_argument("--tokens", type=frame.tokens, default=4096, help="length of a sequence (default 4096)")
-    parser.add_argument("--format", type=frame.names, default=FORMATS, metavar="LIST",
+    parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
                         help=f"formats, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
     parser.add_argument("--model", help="local path or hub id of a model (default SmolLM2-135M-Instruct)")
     parser.add_argument("--layers", type=frame.count, help="instead of a model: its attention layers, with …")
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
     screen, model = frame.Screen(args), _model(args)
     device = machine.devices()[0]
     speed = args.bandwidth or bandwidth.read(device)
-    rows = [_row(model, name, args.memory, args.tokens, speed) for name in args.format]
+    rows = [_row(model, name, args.memory, args.tokens, speed) for name in args.formats]
     layers = {layer: model.layers.count(layer) for layer in model.layers}
     screen.say(f"{model.name}: " + "; ".join(_describe(layer, n) for layer, n in layers.items()))
     if model.uncounted:
