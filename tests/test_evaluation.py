@@ -12,7 +12,7 @@ from transformers import DynamicCache  # noqa: E402
 
 import aurakv as kv  # noqa: E402
 from aurakv.evaluation import builtin, compare, ids_of, read  # noqa: E402
-from aurakv.evaluation.measure import reads_of  # noqa: E402
+from aurakv.evaluation.reads import reads_of  # noqa: E402
 from aurakv.evaluation.tensors import bytes_of, tensors_of  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
 
@@ -65,7 +65,7 @@ def test_rows_say_what_one_forward_pass_says(model, ids):
     for row, logp in zip(rows, (expected, ours), strict=True):
         nll = -logp[:-1].gather(1, ids[0, 1:, None]).mean()
         assert row.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
-        assert row.tokens == COUNT
+        assert (row.tokens, row.predictions) == (COUNT, COUNT - 1)
         assert row.seconds > 0
     kl = (expected.exp() * (expected - ours)).sum(1)[:-1].mean()
     assert rows[1].kl == pytest.approx(float(kl), rel=2e-2)
@@ -82,6 +82,16 @@ def test_chunks_change_nothing_and_progress_counts(model, ids):
     assert small[1].tokens_from_codes == large[1].tokens_from_codes == COUNT
     assert small[1].reads_from_codes == large[1].reads_from_codes == 1
     assert told == [(n, 22) for n in range(1, 23)]
+
+
+@torch.no_grad()
+def test_every_third_prediction(model, ids):
+    row = compare(model, ids, caches(model, "k4v4"), chunk=16, every=3)[0]
+    logp = model(ids).logits[0].double().log_softmax(1)[:-1:3]
+    assert row.predictions == len(logp) == 25
+    assert row.perplexity == pytest.approx(math.exp(-logp.gather(1, ids[0, 1::3, None]).mean()), rel=1e-4)
+    last = compare(model, ids[:, :65], caches(model, "k4v4"), chunk=16)[1]  # its last chunk predicts nothing
+    assert (last.predictions, last.tokens_from_codes) == (64, 65)
 
 
 def test_sixteen_bits_lose_nothing_and_fewer_bits_lose_more(model, ids):
@@ -140,7 +150,7 @@ def test_bytes_are_those_of_the_tensors(model, ids):
 def test_wrong_input(model, ids):
     with pytest.raises(kv.InputError, match="at least 2 tokens"):
         compare(model, ids[:, :1], {})
-    with pytest.raises(kv.InputError, match="chunk must be at least 1"):
+    with pytest.raises(kv.InputError, match="chunk and every must be at least 1"):
         compare(model, ids, {}, chunk=0)
     with pytest.raises(kv.InputError, match="stands for the model itself"):
         compare(model, ids, {"uncompressed": dict})

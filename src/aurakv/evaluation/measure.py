@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,10 +19,11 @@ from transformers.cache_utils import Cache
 from ..errors import InputError
 from ..hf import AuraCache, register
 from ..hf.attention import NAME
+from .reads import reads_of
 from .tensors import bytes_of
 
 REFERENCE = "uncompressed"
-_LOGITS = 1 << 23  # compared at once, whatever the vocabulary: 32 MB in float32
+_LOGITS = 1 << 21  # compared at once, whatever the vocabulary: 8 MB in float32
 
 Progress = Callable[[int, int], None]
 
@@ -33,7 +33,8 @@ class Row:
     """What one cache did to one text."""
 
     name: str
-    tokens: int  # that were read; each but the last predicts the next one
+    tokens: int  # that were read
+    predictions: int  # that were compared: every token but the last predicts the next one
     perplexity: float
     kl: float  # mean KL divergence of the predictions from those of the uncompressed model, in nats
     top1: float  # share of positions where both find the same token most likely
@@ -43,34 +44,28 @@ class Row:
     seconds: float  # of the forward passes
 
 
-class Reads(NamedTuple):
-    """How the queries of one chunk read keys, all layers together."""
-
-    tokens: int  # read from codes so far
-    coded: int  # reads from codes, of the layer sum
-    all: int
-
-
 def compare(
     model: PreTrainedModel,
     ids: Tensor,
     caches: Mapping[str, Callable[[], Cache]],
     *,
     chunk: int = 128,
+    every: int = 1,
     progress: Progress | None = None,
 ) -> list[Row]:
     """The row of the uncompressed model, then one for each of the caches, over the ids [1, n] of a text.
 
     All caches advance side by side, so that logits of one chunk are all that is held. A cache of another class than
-    AuraCache says with a method `reads(start, stop)` how often it read codes, else none are counted. `progress` is told
-    how many of all forward passes are done.
+    AuraCache says with a method `reads(start, stop)` how often it read codes, else none are counted. With `every` = n
+    only each n-th prediction is compared, which saves time where the vocabulary is large. `progress` is told how many
+    of all forward passes are done.
     """
     ids = ids.view(1, -1).to(model.device)
     count = ids.shape[1]
     if count < 2:
         raise InputError(f"a text needs at least 2 tokens to be measured, got {count}")
-    if chunk < 1:
-        raise InputError(f"chunk must be at least 1, got {chunk}")
+    if chunk < 1 or every < 1:
+        raise InputError(f"chunk and every must be at least 1, got {chunk} and {every}")
     if REFERENCE in caches:
         raise InputError(f"the name {REFERENCE!r} stands for the model itself")
     register()
@@ -81,11 +76,13 @@ def compare(
     try:
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
-            targets = ids[0, start + 1 : stop + 1]
+            at = torch.arange(-start % every, min(stop, count - 1) - start, every, device=ids.device)
+            targets = ids[0, start + at + 1]
             expected = None
             for run in runs:
-                logits = run.forward(model, ids[:, start:stop], start, before)
-                expected = logits if expected is None else expected
+                logits = run.forward(model, ids[:, start:stop], at, start, before)
+                if expected is None:
+                    expected = _Expected(logits)
                 run.add(logits, expected, targets)
                 done += 1
                 if progress is not None:
@@ -101,20 +98,24 @@ class _Run:
 
     name: str
     cache: Cache
+    predictions: int = 0
     nll: float = 0.0
     kl: float = 0.0
     same: int = 0
     tokens: int = 0
     coded: int = 0
     reads: int = 0
-    seconds: float = field(default=0.0)
+    seconds: float = 0.0
 
     @torch.no_grad()
-    def forward(self, model: PreTrainedModel, ids: Tensor, start: int, implementation: str) -> Tensor:
-        """Logits [t, vocabulary] of the next t tokens."""
+    def forward(self, model: PreTrainedModel, ids: Tensor, at: Tensor, start: int, implementation: str) -> Tensor:
+        """Logits [len(at), vocabulary] of some of the next tokens."""
         model.set_attn_implementation(NAME if isinstance(self.cache, AuraCache) else implementation)
         began = time.perf_counter()
-        logits: Tensor = model(ids, past_key_values=self.cache, use_cache=True).logits[0]
+        keep = at if len(at) else 1  # the last chunk may have nothing to predict
+        logits: Tensor = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep).logits[
+            0, : len(at)
+        ]
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
         self.seconds += time.perf_counter() - began
@@ -122,28 +123,26 @@ class _Run:
         self.tokens, self.coded, self.reads = reads.tokens, self.coded + reads.coded, self.reads + reads.all
         return logits
 
-    def add(self, logits: Tensor, expected: Tensor, targets: Tensor) -> None:
-        """Compare predictions; the last token of a text has no target."""
-        rows = max(1, _LOGITS // logits.shape[1])
-        for lo in range(0, len(targets), rows):
-            at = slice(lo, min(lo + rows, len(targets)))
-            ours = logits[at].float().log_softmax(1)
-            self.nll -= float(ours.gather(1, targets[at, None]).double().sum())
-            if logits is expected:
-                self.same += ours.shape[0]
-                continue
-            theirs = expected[at].float().log_softmax(1)
-            self.same += int((ours.argmax(1) == theirs.argmax(1)).sum())
-            self.kl += float((theirs.exp() * (theirs - ours)).sum(1).double().sum())
+    def add(self, logits: Tensor, expected: _Expected, targets: Tensor) -> None:
+        """Compare predictions with those of the uncompressed model and with the text."""
+        self.predictions += len(targets)
+        for rows in _blocks(*logits.shape):
+            z, theirs = logits[rows].float(), expected.logits[rows].float()
+            lse = z.logsumexp(1)
+            self.nll += float((lse - z.gather(1, targets[rows, None])[:, 0]).double().sum())
+            self.same += int((z.argmax(1) == expected.choice[rows]).sum())
+            # KL = Σ p·(log p − log q): differences of logits, so that nothing large cancels
+            inner = torch.einsum("ij,ij->i", (theirs - expected.lse[rows, None]).exp(), theirs - z)
+            self.kl += float((inner + lse - expected.lse[rows]).double().sum())
 
     def row(self, count: int) -> Row:
-        predicted = count - 1
         return Row(
             self.name,
             count,
-            math.exp(self.nll / predicted),
-            self.kl / predicted,
-            self.same / predicted,
+            self.predictions,
+            math.exp(self.nll / self.predictions),
+            self.kl / self.predictions,
+            self.same / self.predictions,
             bytes_of(self.cache) / count,
             self.tokens,
             self.coded / self.reads if self.reads else 0.0,
@@ -151,29 +150,19 @@ class _Run:
         )
 
 
-def reads_of(cache: Cache, start: int, stop: int) -> Reads:
-    """How the queries at positions start … stop − 1, the last that the cache took, read their keys."""
-    if isinstance(cache, AuraCache):
-        return _aura_reads(cache, start, stop)
-    reads = getattr(cache, "reads", None)
-    return Reads(0, 0, 0) if reads is None else reads(start, stop)
+class _Expected:
+    """What the uncompressed model predicts in a chunk."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        blocks = list(_blocks(*logits.shape))
+        none = logits.new_empty(0)
+        self.lse = torch.cat([none.float(), *(logits[rows].float().logsumexp(1) for rows in blocks)])
+        self.choice = torch.cat([none.long(), *(logits[rows].argmax(1) for rows in blocks)])
 
 
-def _aura_reads(cache: AuraCache, start: int, stop: int) -> Reads:
-    query = torch.arange(start, stop)
-    tokens: list[int] = []
-    coded = total = 0
-    for layer in cache.compressed:
-        held: Any = layer.cache
-        if held is None or held.lengths != [stop]:
-            raise InputError(f"{layer} must hold {stop} tokens of one sequence: was it fed by something else?")
-        oldest = (query - (layer.window or stop) + 1).clamp(min=0)
-        seen = query - oldest + 1
-        total += int(seen.sum())
-        if not held.format.key.coded:
-            continue
-        first, recent = held.exact.first, held.exact.recent
-        middle = torch.maximum(oldest, torch.tensor(first))  # keys from here up to query − recent come from codes
-        coded += int((query - recent - middle + 1).clamp(min=0).sum())
-        tokens.append(max(0, stop - first - recent) if recent < (layer.window or stop) else 0)
-    return Reads(min(tokens, default=0), coded, total)
+def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
+    """Rows that are compared at once."""
+    step = max(1, _LOGITS // vocabulary)
+    for lo in range(0, rows, step):
+        yield slice(lo, min(lo + step, rows))
