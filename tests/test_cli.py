@@ -331,7 +331,7 @@ def test_demo(answer, call, small, tmp_path):
     )
     found = answer(*options)
     none, exact, coded = found["rows"]
-    assert [row["cache"] for row in found["rows"]] == ["none", "k16v16", "k4v4"]
+    assert [row["cache"] for row in found["rows"]] == ["uncompressed", "k16v16", "k4v4"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert none["bytes_per_token"] == 4 * 2 * 2 * 2 * 16
     assert (none["top1"], none["kl"], none["same_tokens"], none["tokens_from_codes"]) == (1, 0, 8, 0)

@@ -135,15 +135,14 @@ def _read(
 
         return make
 
-    names = [UNCOMPRESSED, *args.formats]
-    makers = {name: maker(name) for name in names}
-    passes = (len(names) + 1) * -(-ids.shape[1] // CHUNK)
+    plain, makers = maker(UNCOMPRESSED), {name: maker(name) for name in args.formats}
+    passes = (1 + len(makers)) * -(-ids.shape[1] // CHUNK)
     with screen.progress(f"reading {ids.shape[1]:,} tokens", passes) as step:
-        _, *rows = compare(loaded.model, ids, makers, chunk=CHUNK, progress=lambda done, total: step())
+        rows = compare(loaded.model, ids, makers, chunk=CHUNK, reference=plain, progress=lambda done, total: step())
     for run in made.values():
         run.cache.crop(-1)  # the last token is where decoding begins
         run.prefill(ids)
-    return rows, [made[name] for name in names]
+    return rows, list(made.values())
 
 
 def _show(screen: frame.Screen, results: list[dict[str, Any]], facts: dict[str, Any], answer: int) -> None:

@@ -14,7 +14,7 @@ def save(results: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path) -
     base, rows = results[0], list(results)[::-1]  # bars count from below
     made, axes = figure(10, 1.9 + 0.42 * len(rows), 3)
     colours = [RIVAL if row is base else COLOURS[0] for row in rows]
-    names = ["uncompressed" if row is base else row["cache"] for row in rows]
+    names = [row["cache"] for row in rows]
     panels = (
         ("Bytes the cache holds", [row["bytes"] for row in rows], lambda r: _times(r, base, "bytes", "smaller")),
         ("Decoding, tokens/s", [row["tokens_per_second"] for row in rows], lambda r: _speed(r, base)),
