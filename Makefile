@@ -53,9 +53,10 @@ golden: $(VENV)/.test
 	$(BIN)/python tests/make_golden.py
 
 include native.mk
+include serving.mk
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(VLLM_VENV) build dist
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -108,7 +108,7 @@ def maker(name: str, config: Any) -> Callable[[], Any]:
     if name in rivals.names():
         make: Callable[[], Any] = lambda: rivals.make(name, config)  # noqa: E731
     elif name.startswith(PLAIN):
-        make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0)  # noqa: E731
+        make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0, centre=False)  # noqa: E731
     else:
         make = lambda: AuraCache(config, name)  # noqa: E731
     make()
