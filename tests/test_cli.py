@@ -17,6 +17,7 @@ import make_cli_docs
 import aurakv
 from aurakv import cli, models
 from aurakv.cli import frame
+from aurakv.policy import LayerPolicy, Policy
 
 
 @pytest.fixture
@@ -372,7 +373,7 @@ def test_demo_prompt_keeps_the_template(small):
 
     text = AutoTokenizer.from_pretrained(small).decode(demo_ids(small, 300)[0])
     assert text.startswith("<user>CHAPTER I")
-    assert text.endswith("?\n<assistant>")
+    assert text.endswith("sentences.\n<assistant>")
     assert "\u241e" not in text
 
 
@@ -458,7 +459,8 @@ def test_plan_counts_what_a_cache_holds(answer):
     x = torch.randn(640, 2, 64)
     for cache in caches:
         cache.append(x, x, [0, 640])
-    assert row["bytes_per_sequence"] == sum(cache.pool.data.nbytes for cache in caches)
+    exact = 3 * 4 * 2 * 2 * 64 * 2  # layers, first tokens, sides, KV heads, dim, bytes
+    assert row["bytes_per_sequence"] == sum(cache.pool.data.nbytes for cache in caches) + exact
     assert row["bytes_per_token"] == 2 * 2 * format.bytes_per_token
     assert row["sequences"] == 10**9 // row["bytes_per_sequence"]
     assert row["read_per_step"] == 2 * format.bytes_per_token * (2 * 640 + 100)
@@ -507,10 +509,28 @@ def test_plan_of_a_model(answer, refused, tmp_path):
         x = torch.randn(1, 1, 1024, 32)
         for layer in range(4):
             cache.update(x, x, layer)
-        assert cache.get_seq_length() == 1024
-        held = sum(layer.cache.pool.data.nbytes for layer in cache.compressed if layer.get_seq_length())
-        assert row["bytes_per_sequence"] == held
+        assert [layer.get_seq_length() for layer in cache.layers] == [1024] * 4  # asking stores what was given
+        tables = [table for layer in cache.compressed for table in layer.cache._tables]
+        assert row["bytes_per_sequence"] == sum(table.pool.data.nbytes for table in tables)
     assert [(group["window"], group["count"]) for group in plan["layers"]] == [(128, 3), (None, 1)]
+
+
+@pytest.mark.parametrize(("first", "recent"), [(4, 0), (0, 40), (100, 7), (0, 0)])
+def test_plan_of_a_policy(answer, refused, tmp_path, first, recent):
+    policy = Policy(2, 64, tuple(LayerPolicy(name) for name in ("k8v4", "k16v16", "k3v3")), first, recent)
+    policy.save(tmp_path / "policy.json")
+    options = ("plan", "--memory", "1GB", "--formats", tmp_path / "policy.json", "--tokens", 640, "--bandwidth", "1GB")
+    (row,) = answer(*options, *SHAPE)["rows"]
+    held = 0
+    for layer in policy.layers:
+        format = aurakv.Format.parse(layer.format, 64)
+        exact = aurakv.Exact(first, recent, torch.bfloat16, 32) if format.key.coded else None
+        cache = aurakv.KVCache.contiguous(format, 1, 2, capacity=640, exact=exact)
+        cache.append(torch.zeros(640, 2, 64), torch.zeros(640, 2, 64), [0, 640])
+        held += sum(table.pool.data.nbytes for table in cache._tables)
+    assert row["bytes_per_sequence"] == held
+    assert row["bytes_per_token"] == policy.bytes_per_token
+    assert "this policy is for a model of 3 KV layers" in refused(*options)
 
 
 def test_plan_refuses(refused, tmp_path):

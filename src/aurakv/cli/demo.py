@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
 CHUNK = 256  # tokens that are read at a time
-QUESTION = "What did Alice find on the little glass table, and what did she do with it?"
+QUESTION = "Summarise the story in two sentences."
 
 
 def add(subparsers: Any) -> None:
@@ -38,7 +38,7 @@ def add(subparsers: Any) -> None:
         ],
     )
     parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
-                        help=f"formats, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
+                        help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
     parser.add_argument("--tokens", type=frame.tokens, default=4352, help="of the prompt (default 4352)")
     parser.add_argument("--answer", type=frame.tokens, default=48, help="tokens to generate (default 48)")
     parser.add_argument("--file", type=Path, help="a text to read (default two chapters of Alice in Wonderland)")
