@@ -115,3 +115,15 @@ def test_nothing_is_said_about_keys_that_survive():
             assert agreement(model, cache, ids) >= 0.95
             assert cache.lost == []
             assert cache.compressed[0].cache.format.key.bits == (8 if options.get("format") == "k8v8" else 4)
+
+
+def test_damage_is_no_reason_to_widen():
+    model, ids = recall_model({}), tokens()
+    model.model.layers[0].self_attn.k_proj.bias[0] = torch.nan
+    model.set_attn_implementation("aurakv")
+    cache = AuraCache(model.config)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, past_key_values=cache)
+    assert cache.compressed[0].cache.format.key.bits == 4
+    assert cache.lost == []

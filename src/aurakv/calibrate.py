@@ -74,7 +74,7 @@ def measured(format: str, k: Tensor, q: Tensor | None = None, real: Tensor | Non
 def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> float:
     """By how many nats attention on codes differs from that on the keys: the mean KL divergence over some queries.
 
-    k and q [heads, t, dim] are the tokens of one sequence, whose `first` ones are exact.
+    k and q [heads, t, dim] are the tokens of one sequence, whose `first` ones are exact. NaN: nothing finite was there.
     """
     k, q = k[:, :_KEYS].transpose(0, 1).float(), q[:, :_KEYS].float()
     codec = Format.parse(layer.format, k.shape[2]).key
@@ -104,7 +104,7 @@ def widened(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: i
     format = Format.parse(layer.format, dim)
     for bits in (*(bits for bits in (4, 5, 6, 8) if bits > format.key.bits), 16):
         layer = layer.with_format(Format(Codec.key(dim, bits), format.value).name, dim)
-        if moved(layer, k, q, scoring, first) <= LOST:
+        if not moved(layer, k, q, scoring, first) > LOST:
             break
     return layer
 

@@ -259,7 +259,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             return policy
         first = self.options.first
         nats = moved(policy, k, q, scoring, first)
-        if nats <= LOST:
+        if not nats > LOST:
             return policy
         wider = widened(policy, k, q, scoring, first)
         if self.options.widen:
