@@ -138,9 +138,18 @@ def test_a_full_rank_stops_all(ranks):
 
 
 def run_disagree():
-    format = kv.Format.parse("k4v4" if dist.get_rank() else "k8v8", D)
-    with pytest.raises(kv.InputError, match="same on all ranks"):
-        kv.ShardedCache.growing(format, 1, H)
+    rank, format = dist.get_rank(), kv.Format.parse("k4v4", D)
+    for make_one in (
+        lambda: kv.ShardedCache.growing(kv.Format.parse("k4v4" if rank else "k8v8", D), 1, H),
+        lambda: kv.ShardedCache.growing(kv.Format.parse("k4v4", D if rank else 2 * D), 1, H),
+        lambda: kv.ShardedCache.growing(format, 1, H + rank),
+        lambda: kv.ShardedCache.growing(format, 1, H, block=256 + 256 * rank, page_size=256),
+        lambda: kv.ShardedCache.growing(format, 1, H, exact=EXACT if rank else None),
+        lambda: kv.ShardedCache.growing(format, 1, H, key_offset=torch.full((H, D), float(rank))),
+        lambda: kv.ShardedCache.ring(format, 1, H, 100 + rank),
+    ):
+        with pytest.raises(kv.InputError, match="same on all ranks"):
+            make_one()
     cache = kv.ShardedCache.growing(kv.Format.parse("k4v4", D), 1, H)
     if dist.get_rank():
         cache._lengths[0] += 1

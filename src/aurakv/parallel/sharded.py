@@ -189,8 +189,10 @@ class ShardedCache:
         """Refuse, on all ranks, when their caches or lengths are not the same. Made once when a cache is; waits for
         all ranks."""
         pool = self.local.pool
-        said = f"{self.whole} {self.format} {pool.kv_heads} {pool.page_size}{self._lengths}{self._highest}{self._homes}"
-        digest = hashlib.sha256(said.encode())
+        dims = self.format.key.dim, self.format.value.dim
+        shape = (self.format.name, dims, pool.kv_heads, pool.page_size)
+        said = (self.whole, shape, self._lengths, self._highest, self._homes)
+        digest = hashlib.sha256(repr(said).encode())
         for offset in (pool.key_offset, pool.value_offset):
             digest.update(b"none" if offset is None else offset.cpu().numpy().tobytes())
         mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
