@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from aurakv import models
+from aurakv.policy import LayerPolicy, Policy
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
 ROOT = Path(__file__).parents[1]
@@ -83,15 +84,20 @@ def predictions(running: Server, text: str, tokens: int = 1001) -> list[str]:
     return best
 
 
-def test_eight_bits_predict_the_same_tokens(model: Path) -> None:
+def test_eight_bits_predict_the_same_tokens(model: Path, tmp_path: Path) -> None:
+    """One format for all layers, and a policy with another format in every second layer and offsets."""
+    offset = torch.linspace(-1, 1, 3 * 64).view(3, 64)
+    layers = [LayerPolicy("k8v16"), LayerPolicy("k8v8", key_offset=offset, balance=1 + offset**2)] * 15
+    Policy(3, 64, tuple(layers)).save(tmp_path / "policy.json")
     with server(model, None) as stock:
         expected = predictions(stock, TEXT[:9000])
-    with server(model, "k8v8") as ours:
-        found = predictions(ours, TEXT[:9000])
-    equal = sum(a == b for a, b in zip(expected, found, strict=True))
-    print(f"{equal} of {len(expected)} next tokens are equal")
     assert len(expected) >= 1000
-    assert equal >= 0.98 * len(expected)
+    for switch in ("k8v8", str(tmp_path / "policy.json")):
+        with server(model, switch) as ours:
+            found = predictions(ours, TEXT[:9000])
+        equal = sum(a == b for a, b in zip(expected, found, strict=True))
+        print(f"{Path(switch).name}: {equal} of {len(expected)} next tokens are equal")
+        assert equal >= 0.98 * len(expected)
 
 
 def test_throughput(model: Path) -> None:
