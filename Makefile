@@ -6,8 +6,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 .PHONY: demo test test-model test-full fuzz lint format docs golden eval-quality clean
 
-demo: $(VENV)/.core
-	$(BIN)/python examples/demo.py
+demo: $(VENV)/.demo
+	$(BIN)/aurakv demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "not full and not model"
@@ -63,6 +63,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable ".[cli,hf]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
