@@ -218,6 +218,60 @@ template <int B> void fast_scores(Work& w, const Tile& t) {
   }
 }
 
+// Row r of 4 in lane r.
+struct Add { INLINE __m512 of(__m512 a, __m512 b) { return _mm512_add_ps(a, b); } };
+struct Max { INLINE __m512 of(__m512 a, __m512 b) { return _mm512_max_ps(a, b); } };
+template <class Op> INLINE __m512 reduce4(const __m512* x) {
+  const __m512 a = Op::of(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 b = Op::of(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  __m512 y = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+  y = Op::of(y, _mm512_shuffle_f32x4(y, y, 0x4e));
+  return Op::of(y, _mm512_shuffle_f32x4(y, y, 0xb1));
+}
+INLINE __m512 load4(const float* x) { return _mm512_castps128_ps512(_mm_loadu_ps(x)); }
+INLINE void store4(float* to, __m512 x) { _mm_storeu_ps(to, _mm512_castps512_ps128(x)); }
+
+// Softmax of up to 4 rows over a full tile, to weights in int16: the rows wait for each other's sums and maxima together.
+inline void soften4(Work& w, const Tile& t, int64_t row, int rows) {
+  __m512 top[4], most_weight[4], total[4], x[4][4];
+  alignas(16) float factors[4];
+  UNROLL for (int r = 0; r < 4; r++) {
+    const float* s = w.s + (row + (r < rows ? r : 0)) * TILE;
+    UNROLL for (int i = 0; i < 4; i++) x[r][i] = _mm512_loadu_ps(s + 16 * i);
+    top[r] = _mm512_max_ps(_mm512_max_ps(x[r][0], x[r][1]), _mm512_max_ps(x[r][2], x[r][3]));
+  }
+  const __m512 old = load4(w.most + row), most = _mm512_max_ps(reduce4<Max>(top), old);
+  store4(w.most + row, most);
+  store4(w.correction + row, (__m512)exp2_neg((vf)_mm512_sub_ps(old, most)));
+  UNROLL for (int r = 0; r < 4; r++) {
+    const vf above = splat(w.most[row + r]);
+    vf added = {}, sum = {}, largest = {};
+    UNROLL for (int i = 0; i < 4; i++) {
+      const vf e = exp2_neg((vf)x[r][i] - above), y = e * load<vf>(t.vs + 16 * i), a = vabs(y);
+      added += e, sum += a, largest = vmax(largest, a), x[r][i] = (__m512)y;
+    }
+    if (r < rows) w.sums[row + r] = w.sums[row + r] * w.correction[row + r] + added;
+    total[r] = (__m512)sum, most_weight[r] = (__m512)largest;
+  }
+  const float room = INT_LIMIT / float(w.value.values.most) - float(TILE) / 2 - 2;
+  const __m512 peak = _mm512_div_ps(_mm512_set1_ps(32766.f), reduce4<Max>(most_weight));
+  const __m512 factor = _mm512_min_ps(peak, _mm512_div_ps(_mm512_set1_ps(room), reduce4<Add>(total)));
+  const __mmask16 some = _mm512_cmp_ps_mask(factor, _mm512_set1_ps(3e38f), _CMP_LT_OQ);  // else all weights are 0
+  store4(factors, _mm512_maskz_mov_ps(some, factor));
+  store4(w.w_unit + row, _mm512_maskz_div_ps(some, _mm512_set1_ps(w.value.values.unit), factor));
+  UNROLL for (int r = 0; r < 4; r++)
+    if (r < rows) UNROLL for (int i = 0; i < 4; i++) store_int16(w.w16 + (row + r) * TILE + 16 * i, (vf)x[r][i] * factors[r]);
+}
+
+bool fast_soften(Work& w, const Tile& t) {
+  vf check = {};
+  for (int64_t i = 0; i < w.rows * TILE; i += VL) check += load<vf>(w.s + i) * 0.f;
+  if (!all_finite(check)) return false;
+  for (int64_t row = 0; row < w.rows; row += 4) soften4(w, t, row, int(w.rows - row < 4 ? w.rows - row : 4));
+  return true;
+}
+
 template <int B> INLINE __m512i load_pair(const uint8_t* a, const uint8_t* b, bool whole) {
   static constexpr Bytes bytes = Width<B>::value_bytes();
   __m512i z;
@@ -291,7 +345,7 @@ template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const
 
 template <int B> void fast_accumulate(Work& w, const Tile& t) {
   const Table<B> table(w.value.values);
-  fix_weights(w, t);
+  if (!w.weights_fixed) fix_weights(w, t);
   for (int64_t row = 0; row < w.rows; row += 8) {
     const int64_t rows = w.rows - row;
 #define CALL(R) add_rows<B, R>(w, t, row, table)
@@ -317,7 +371,7 @@ const KeyKernel* fast_key(const Codec& c) {
   return nullptr;
 }
 const ValueKernel* fast_value(const Codec& c) {
-#define KERNEL(B) case B: { static const ValueKernel k = {nullptr, fast_accumulate<B>, fast_finish<B>}; return &k; }
+#define KERNEL(B) case B: { static const ValueKernel k = {nullptr, fast_soften, fast_accumulate<B>, fast_finish<B>}; return &k; }
   switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
 #undef KERNEL
   return nullptr;

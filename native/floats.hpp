@@ -135,6 +135,6 @@ inline void float_finish(Work& w, float* out, int64_t stride) {
 }
 
 const KeyKernel float_keys = {[](Work&) {}, float_scores};
-const ValueKernel float_values = {load_values, float_accumulate, float_finish};
+const ValueKernel float_values = {load_values, nullptr, float_accumulate, float_finish};
 
 }  // namespace

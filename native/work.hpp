@@ -22,6 +22,7 @@ struct KeyKernel {
 };
 struct ValueKernel {
   void (*load)(Work&, Tile&);            // before the softmax: may find damaged vectors; null: nothing to do
+  bool (*soften)(Work&, const Tile&);    // softmax of a full tile that all rows see; null or false: row by row
   void (*accumulate)(Work&, const Tile&);  // acc = acc · correction + Σ s[row][t] · v
   void (*finish)(Work&, float* out, int64_t stride);  // acc in natural order
 };
@@ -38,6 +39,8 @@ struct Work {
   alignas(64) vf sums[ROWS];
   float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS], q_unit[ROWS];
   float w_unit[ROWS], w_most[ROWS], w_sum[ROWS];  // of the weights of a tile: factor, largest, sum of magnitudes
+  bool weights_fixed = false;  // w16 and w_unit hold the weights of this tile
+  int64_t plain_from, plain_to;  // positions that all rows see and that need nothing but a softmax
   float score_error = 0;  // expected rounding error of a score of a key of scale 1, in int16 arithmetic
   int64_t position[ROWS];
   bool bad_score[ROWS], bad_value[ROWS];
@@ -78,6 +81,10 @@ inline void load_queries(Work& w) {
     w.shift[r] = shift;
     w.position[r] = a.ends[w.g.seq] - a.starts[w.g.seq + 1] + w.token(r);
   }
+  w.plain_from = a.first, w.plain_to = a.causal ? w.g.lowest + 1 : INT64_MAX;
+  if (a.window && w.g.highest - a.window + 1 > w.plain_from) w.plain_from = w.g.highest - a.window + 1;
+  if (a.recent && w.g.lowest - a.recent + 1 < w.plain_to) w.plain_to = w.g.lowest - a.recent + 1;
+  if (a.exact_keys || a.softcap > 0 || a.threshold > 0) w.plain_to = 0;
   rotate_rows(w.key, w.q, w.k_pad, w.rows, false);
   for (int64_t r = 0; r < w.rows; r++)
     for (int64_t d = w.dk; d < w.k_pad; d++) w.q[r * w.k_pad + d] = 0;

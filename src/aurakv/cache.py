@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,10 @@ class KVCache:
         self._table, self.backend = table, backend
         self.exact = exact or Exact()
         self._exact_table = self.exact.table(table)
+        self._on_cpu = table.pool.device.type == "cpu"
+        self._known_scoring: tuple[Scoring | None, Scoring] | None = None  # as last given, and what became of it
+        self._known_kind: tuple[object, ...] | None = None  # of arguments of `step` that were found right
+        self._fused: Callable[..., Partial] | None = None  # what computes them
         for made in self._tables if backend is not None else []:  # now, not after an append has taken pages
             backends.select(backend, made.pool.format, made.pool.device)
 
@@ -232,10 +236,10 @@ class KVCache:
     ) -> Partial:
         """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
         call = _Call(self._scoring(scoring), sink_logits, splits, precision)
-        self._check_queries(q, call)
-        checks.new_tokens(k, v, self.pages)
-        if q.shape[0] != k.shape[0]:
-            raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+        kind = None if torch.is_grad_enabled() or sink_logits is not None else (_kind(q), _kind(k), _kind(v), *call[2:])
+        if kind is None or kind != self._known_kind:
+            self._check_step(q, k, v, call)
+            self._known_kind, self._fused = kind, self._find_fused(q.dtype)
         bounds = self._bounds(starts, k.shape[0])
         self._refresh()
         self._make_room(bounds)
@@ -322,7 +326,7 @@ class KVCache:
 
     def _refresh(self) -> None:
         """On the CPU the lengths can be read at any time; on a GPU, appending and attending must not wait for them."""
-        if self.pool.device.type == "cpu":
+        if self._on_cpu:
             self.sync()
 
     def _bounds(self, starts: Starts, tokens: int) -> list[int]:
@@ -331,6 +335,8 @@ class KVCache:
 
     def _scoring(self, given: Scoring | None) -> Scoring:
         """By default a ring's own window; the exact tokens are always the cache's own."""
+        if self._known_scoring is not None and self._known_scoring[0] is given:
+            return self._known_scoring[1]
         kept = self._table.kept
         scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
         if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
@@ -342,14 +348,21 @@ class KVCache:
             raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
         if scoring.first or scoring.recent or scoring.exact:
             raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
-        if not self.exact.first and not self.exact.recent:
-            return scoring
-        return dataclasses.replace(scoring, first=self.exact.first, recent=self.exact.recent)
+        if self.exact.first or self.exact.recent:
+            scoring = dataclasses.replace(scoring, first=self.exact.first, recent=self.exact.recent)
+        self._known_scoring = (given, scoring)
+        return scoring
 
     def _check_queries(self, q: Tensor, call: _Call) -> None:
         checks.queries(q, self.pool.kv_heads, self.format.key.dim, self.pool.device)
         checks.logits(call.sink_logits, q.shape[1], self.pool.device)
         checks.options(call.precision, call.splits)
+
+    def _check_step(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> None:
+        self._check_queries(q, call)
+        checks.new_tokens(k, v, self.pages)
+        if q.shape[0] != k.shape[0]:
+            raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
 
     def _check_reach(self, bounds: list[int], scoring: Scoring) -> None:
         """Every key that a query may see must still be held."""
@@ -376,11 +389,16 @@ class KVCache:
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call) -> Partial:
         exact = self._exact_table
+        short = exact is None or exact.kept is None or _longest(bounds) <= exact.kept.chunk
+        if short and self._fused is not None:
+            part = self._fused(self._table.pages, None if exact is None else exact.pages, q, k, v, bounds, *call)
+            for table in self._tables:
+                table.advance(bounds)
+            return part
         self._append(self._table, k, v, bounds)
         if exact is None:
             return self._attend(q, bounds, call)
-        assert exact.kept is not None
-        if _longest(bounds) <= exact.kept.chunk:
+        if short:
             self._append(exact, k, v, bounds)
             return self._attend(q, bounds, call)
         # Many new tokens: the exact ones are among those held so far and the new ones themselves.
@@ -393,6 +411,13 @@ class KVCache:
         )
         self._append(exact, k, v, bounds)
         return _with_sink(merge(*parts), call)
+
+    def _find_fused(self, dtype: torch.dtype) -> Callable[..., Partial] | None:
+        """The function of a backend that appends and attends in one call, if it has one."""
+        if torch.compiler.is_compiling():
+            return None
+        chosen = backends.select(self.backend, self.format, self.pool.device, dtype)
+        return getattr(chosen, "step", None)
 
     def _attend(self, q: Tensor, bounds: list[int], call: _Call) -> Partial:
         if self._exact_table is None:
@@ -428,6 +453,11 @@ class _Call(NamedTuple):
 
 def _with_sink(part: Partial, call: _Call) -> Partial:
     return part if call.sink_logits is None else merge(part, sink(call.sink_logits, part))
+
+
+def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    """What has to be right about an argument, where no gradient can be asked for."""
+    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None
 
 
 def _sides(format: Format) -> tuple[Codec, Codec]:

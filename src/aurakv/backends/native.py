@@ -29,7 +29,7 @@ from ..scoring import Scoring
 FAST_ERROR = 2e-3  # bound of int16 arithmetic; portable kernels have float32 only
 
 _LIBRARY = "_native.so"
-_VERSION = 2  # AURA_VERSION of native/aura.h
+_VERSION = 3  # AURA_VERSION of native/aura.h
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NAMES = {
     "avx512": "AVX-512 with VNNI and VBMI",
@@ -40,7 +40,7 @@ _NAMES = {
 # The structures of native/aura.h: Q is a pointer, q an int64_t, d a double.
 _PAGES = struct.Struct("8Q11q")
 _DENSE = struct.Struct("4Q4qQq")
-_ATTEND = struct.Struct("3Q3q4Q3qQd3qd3qd2qQqQ")
+_ATTEND = struct.Struct("4Q3q4Q3qQd3qd3qd2qQqQ")
 _ENCODE = struct.Struct("2Q5q3QqQ")
 _APPEND = struct.Struct("3Q6q2QqQqqQ")
 _DECODE = struct.Struct("3Q2qQ2qQqQ")
@@ -82,6 +82,8 @@ def _library() -> ctypes.CDLL | str:
     for name in ("attend", "encode", "append", "decode", "scores", "values"):
         function = getattr(lib, f"aura_{name}")
         function.restype, function.argtypes = None, [ctypes.c_int64, ctypes.c_char_p]
+    lib.aura_step.restype = None
+    lib.aura_step.argtypes = [ctypes.c_int64, *[ctypes.c_char_p] * 2, *[ctypes.c_void_p] * 6, ctypes.c_int64]
     return lib
 
 
@@ -323,20 +325,8 @@ class Native:
         scales: tuple[int, int],
         starts: Tensor,
     ) -> None:
-        packed = _APPEND.pack(
-            _pages(pages),
-            k.data_ptr(),
-            v.data_ptr(),
-            *(types or (0, 0)),
-            *strides,
-            *scales,
-            types is None,
-            starts.contiguous().data_ptr(),
-            k.shape[0],
-            _threads(),
-            _pool(),
-        )
-        self._call("aura_append", packed)
+        starts = starts.contiguous()
+        self._call("aura_append", _pack_append(pages, k, v, types, strides, scales, starts))
 
     def attend(
         self,
@@ -353,17 +343,9 @@ class Native:
         if workspace is not None and workspace.data_ptr() % 4:
             raise InputError("workspace must be aligned to 4 bytes")
         exact = precision == "exact" or q.dtype == torch.float64
-        f = pages.format
-        return self._attend(
-            (_pages(pages), 0),
-            q,
-            f.key.dim,
-            f.value.dim,
-            (starts, ends),
-            scoring,
-            sink_logits,
-            (splits or 0, exact, _pointer(workspace)),
-        )
+        f, source = pages.format, (_pages(pages), 0, 0)
+        options = (splits or 0, exact, _pointer(workspace))
+        return self._attend(source, q, f.key.dim, f.value.dim, (starts, ends), scoring, sink_logits, options)
 
     def attend_dense(
         self,
@@ -391,12 +373,12 @@ class Native:
                 k.shape[1],
             )
         )
-        source, rows = (0, ctypes.addressof(dense)), (starts, ends)
+        source, rows = (0, ctypes.addressof(dense), 0), (starts, ends)
         return self._attend(source, q, k.shape[2], v.shape[2], rows, scoring, sink_logits, (0, True, 0))
 
     def _attend(
         self,
-        source: tuple[int, int],
+        source: tuple[int, int, int],
         q: Tensor,
         key_dim: int,
         value_dim: int,
@@ -405,43 +387,120 @@ class Native:
         sink_logits: Tensor | None,
         options: tuple[int, bool, int],
     ) -> Partial:
-        x = _plain(q)
-        tokens, heads, _ = x.shape
-        starts, ends = rows[0].contiguous(), rows[1].contiguous()
-        sink = None if sink_logits is None else sink_logits.to(torch.float32).contiguous()
-        out = torch.empty((tokens, heads, value_dim), dtype=x.dtype)
-        lse = torch.empty((tokens, heads), dtype=torch.float32)
-        packed = _ATTEND.pack(
-            *source,
-            x.data_ptr(),
-            _DTYPES[x.dtype],
-            x.stride(0),
-            x.stride(1),
-            out.data_ptr(),
-            lse.data_ptr(),
-            starts.data_ptr(),
-            ends.data_ptr(),
-            tokens,
-            heads,
-            starts.shape[0] - 1,
-            _pointer(sink),
-            scoring.multiplier(key_dim),
-            scoring.causal,
-            scoring.window or 0,
-            scoring.sinks,
-            scoring.softcap or 0.0,
-            scoring.first,
-            scoring.recent,
-            scoring.exact,
-            scoring.threshold,
-            *options,
-            _threads(),
-            _pool(),
-        )
-        self._call("aura_attend", packed)
-        if q.dtype == torch.float64:
-            return Partial(out.double(), lse.double())
-        return Partial(out, lse)
+        x, sink = _plain(q), _sink(sink_logits)
+        out, lse = _results(x, value_dim)
+        results = (out.data_ptr(), lse.data_ptr(), _pointer(sink))
+        rows = (rows[0].contiguous(), rows[1].contiguous())
+        self._call("aura_attend", _pack_attend(source, x, key_dim, results, rows, scoring, options))
+        return Partial(out.to(q.dtype), lse.double() if q.dtype == torch.float64 else lse)
+
+    def step(
+        self,
+        pages: Pages,
+        beside: Pages | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: list[int],
+        scoring: Scoring,
+        sink_logits: Tensor | None,
+        splits: int | None,
+        precision: str,
+    ) -> Partial:
+        """Append and attend in one call. The exact tokens lie in `beside`, if any. What a call of the same kind needs
+        is packed once and remembered in the pages: between two tokens only the addresses of the arguments change."""
+        x, k, v = _plain(q), _plain(k), _plain(v)
+        kind = (bounds, x.shape, x.stride(), q.dtype, k.stride(), k.dtype, v.stride(), v.dtype, scoring, splits, precision)
+        known = pages.__dict__.get("_native_step")
+        if known is None or known[0] is not beside or known[1] != kind:
+            starts = torch.tensor(bounds, dtype=torch.int32)
+            types, strides = (_DTYPES[k.dtype], _DTYPES[v.dtype]), (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+            append = _pack_append(pages, k, v, types, strides, (0, 0), starts)
+            exact = precision == "exact" or q.dtype == torch.float64
+            source = (_pages(pages), 0, 0 if beside is None else _pages(beside))
+            rows, options = (starts, pages.lengths), (splits or 0, exact, 0)
+            attend = _pack_attend(source, x, pages.format.key.dim, (0, 0, 0), rows, scoring, options)
+            known = (beside, kind, append, attend, starts)
+            object.__setattr__(pages, "_native_step", known)
+        sink = None if sink_logits is None else _sink(sink_logits)
+        out, lse = _results(x, pages.format.value.dim)
+        cast(ctypes.CDLL, _library()).aura_step(
+            self._index, known[2], known[3],
+            x.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), _pointer(sink), _threads(),
+        )  # fmt: skip
+        return Partial(out, lse) if q.dtype != torch.float64 else Partial(out.double(), lse.double())
+
+
+def _sink(logits: Tensor | None) -> Tensor | None:
+    return None if logits is None else logits.to(torch.float32).contiguous()
+
+
+def _results(x: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    out = torch.empty((x.shape[0], x.shape[1], value_dim), dtype=x.dtype)
+    return out, torch.empty((x.shape[0], x.shape[1]), dtype=torch.float32)
+
+
+def _pack_append(
+    pages: Pages,
+    k: Tensor,
+    v: Tensor,
+    types: tuple[int, int] | None,
+    strides: tuple[int, int, int, int],
+    scales: tuple[int, int],
+    starts: Tensor,
+) -> bytes:
+    return _APPEND.pack(
+        _pages(pages),
+        k.data_ptr(),
+        v.data_ptr(),
+        *(types or (0, 0)),
+        *strides,
+        *scales,
+        types is None,
+        starts.data_ptr(),
+        k.shape[0],
+        _threads(),
+        _pool(),
+    )
+
+
+def _pack_attend(
+    source: tuple[int, int, int],
+    x: Tensor,
+    key_dim: int,
+    results: tuple[int, int, int],
+    rows: tuple[Tensor, Tensor],
+    scoring: Scoring,
+    options: tuple[int, bool, int],
+) -> bytes:
+    out, lse, sink = results
+    return _ATTEND.pack(
+        *source,
+        x.data_ptr(),
+        _DTYPES[x.dtype],
+        x.stride(0),
+        x.stride(1),
+        out,
+        lse,
+        rows[0].data_ptr(),
+        rows[1].data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        rows[0].shape[0] - 1,
+        sink,
+        scoring.multiplier(key_dim),
+        scoring.causal,
+        scoring.window or 0,
+        scoring.sinks,
+        scoring.softcap or 0.0,
+        scoring.first,
+        scoring.recent,
+        scoring.exact,
+        scoring.threshold,
+        *options,
+        _threads(),
+        _pool(),
+    )
 
 
 backends = {backend.name: backend for backend in (Native(), Native("avx512"), Native("avx2"), Native("generic"))}
