@@ -5,7 +5,7 @@
 
 namespace aura {
 
-constexpr int AURA_VERSION = 3;  // raise with every change of a structure below; backends/native.py has the same
+constexpr int AURA_VERSION = 3;  // raise with every change of a structure below; backends/native/abi.py has the same
 constexpr int MAX_CODED_DIM = 1024;
 constexpr int ROWS = 64;          // query rows (query x head of a group) that share one pass over the keys
 constexpr int TILE = 64;          // tokens whose scores are held at once

@@ -24,25 +24,26 @@ struct Bytes { alignas(64) uint8_t b[64]; };
 
 struct Words { alignas(64) uint16_t w[32]; };
 
-// Codes are looked up by the low bits of 16-bit windows. A window starts at a byte and holds PER whole codes, which
-// shifts bring to its low end one after the other; vpermw ignores what lies above. (vpmultishiftqb would do without
-// windows, but shares its pipes with vpdpwssd.) At 8 bits bytes are looked up instead.
+// Codes are looked up by the low bits of 16-bit windows. A window holds PER whole codes, which shifts bring to its low end
+// one after the other; vpermw ignores what lies above. At 3, 5 and 6 bits windows start inside a byte: they are moved to
+// its low end first. (vpmultishiftqb would do without windows, but shares its pipes with vpdpwssd.) At 8 bits bytes are
+// looked up instead.
 template <int B> struct Width {
   // keys: 16 bytes of a token are 8 windows
   static constexpr int PER = B == 2 ? 8 : B <= 4 ? 4 : 2, CODES = 8 * PER, STEPS = PER, LOAD = CODES * B / 8;
   // values: BLOCK coordinates of 2 tokens are 16 pairs of windows
   static constexpr int PARTS = B <= 4 ? 4 : 2, BLOCK = 16 * PARTS, BLOCK_BYTES = BLOCK * B / 8;
   static constexpr int SEGMENT = B <= 4 ? MAX_CODED_DIM : KEY_SEGMENT;
-  static constexpr bool ALIGNED = B == 2 || B == 4;  // all windows are shifted alike
+  static constexpr bool ALIGNED = B == 2 || B == 4;  // all windows start at a byte
 
   static constexpr Bytes key_bytes() {
     Bytes x{};
     for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 16 / 2 * PER * B / 8 + i % 2);
     return x;
   }
-  static constexpr Words key_shift(int step) {
+  static constexpr Words key_shift() {
     Words x{};
-    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i % 8 * PER * B % 8 + step * B);
+    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i % 8 * PER * B % 8);
     return x;
   }
   static constexpr Bytes key_order() {  // which code of a load comes to place i
@@ -58,9 +59,9 @@ template <int B> struct Width {
     }
     return x;
   }
-  static constexpr Words value_shift(int part) {
+  static constexpr Words value_shift() {
     Words x{};
-    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i / 2 * PARTS * B % 8 + part * B);
+    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i / 2 * PARTS * B % 8);
     return x;
   }
   static constexpr Bytes value_order() {  // where coordinate i of a block is accumulated: part · 16 + lane
@@ -116,6 +117,7 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
                 const uint8_t* ahead, int64_t ahead_lines, __m512 (*out)[4], int at) {
   typedef Width<B> W;
   static constexpr Bytes bytes = W::key_bytes();
+  static constexpr Words shift = W::key_shift();
   __m512i acc[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
   for (int64_t l = 0; l < loads; l++) {
@@ -129,7 +131,8 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
     __m512i z[N];
     UNROLL for (int n = 0; n < N; n++) {
       z[n] = load_rows(p + l * W::LOAD + 4 * n * stride, stride);
-      if constexpr (!W::ALIGNED && B != 8) z[n] = _mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b));
+      if constexpr (!W::ALIGNED && B != 8)
+        z[n] = _mm512_srlv_epi16(_mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b)), load<__m512i>(shift.w));
     }
     UNROLL for (int s = 0; s < W::STEPS; s++) {
       __m512i v[N];
@@ -138,11 +141,8 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
           __m512i low, high;
           Table<B>::look_up_bytes(table, z[n], &low, &high);
           v[n] = s ? high : low;
-        } else if constexpr (W::ALIGNED) {
-          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], B * s) : z[n]);
         } else {
-          const Words shift = W::key_shift(s);
-          v[n] = Table<B>::look_up(table, _mm512_srlv_epi16(z[n], load<__m512i>(shift.w)));
+          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], B * s) : z[n]);
         }
       }
       UNROLL for (int r = 0; r < R; r++) {
@@ -274,12 +274,15 @@ bool fast_soften(Work& w, const Tile& t) {
 
 template <int B> INLINE __m512i load_pair(const uint8_t* a, const uint8_t* b, bool whole) {
   static constexpr Bytes bytes = Width<B>::value_bytes();
+  static constexpr Words shift = Width<B>::value_shift();
   __m512i z;
   if constexpr (B == 2)
     z = _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(a)), load<__m128i>(b), 1));
   else if (whole) z = _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(a)), load<__m256i>(b), 1);
   else z = _mm512_inserti64x4(_mm512_zextsi128_si512(load<__m128i>(a)), _mm256_zextsi128_si256(load<__m128i>(b)), 1);
-  return _mm512_permutexvar_epi8(load<__m512i>(bytes.b), z);
+  z = _mm512_permutexvar_epi8(load<__m512i>(bytes.b), z);
+  if constexpr (!Width<B>::ALIGNED && B != 8) z = _mm512_srlv_epi16(z, load<__m512i>(shift.w));
+  return z;
 }
 
 // acc of R rows for one block of coordinates, parts [FROM, FROM + N). `whole`: the block has more than 16 bytes.
@@ -302,14 +305,7 @@ INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64
       Table<B>::look_up_bytes(table, z, &low, &high);
       UNROLL for (int n = 0; n < N; n++) v[n] = FROM + n ? high : low;
     } else {
-      UNROLL for (int n = 0; n < N; n++) {
-        if constexpr (W::ALIGNED) {
-          v[n] = Table<B>::look_up(table, FROM + n ? _mm512_srli_epi16(z, B * (FROM + n)) : z);
-        } else {
-          const Words shift = W::value_shift(FROM + n);
-          v[n] = Table<B>::look_up(table, _mm512_srlv_epi16(z, load<__m512i>(shift.w)));
-        }
-      }
+      UNROLL for (int n = 0; n < N; n++) v[n] = Table<B>::look_up(table, FROM + n ? _mm512_srli_epi16(z, B * (FROM + n)) : z);
     }
     UNROLL for (int r = 0; r < R; r++) {
       const __m512i x = _mm512_set1_epi32(weights[r * (TILE / 2) + unsigned(i) / 2]);
