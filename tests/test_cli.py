@@ -1,6 +1,9 @@
 """The command line as a user meets it: what it prints and refuses, and that its numbers are those of the library."""
 
+import io
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -8,6 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("rich", reason="rich is not installed")
+
+import make_cli_docs
 
 import aurakv
 from aurakv import cli
@@ -63,12 +68,17 @@ def test_help_has_examples_that_parse(call, command):
     code, out, _ = call(command, "--help")
     assert code == 0
     examples = [
-        line.partition("  # ")[0].split() for line in out.partition("examples:\n")[2].splitlines() if line.strip()
+        shlex.split(line, comments=True) for line in out.partition("examples:\n")[2].splitlines() if line.strip()
     ]
     assert examples
     for first, *words in examples:
         assert first == "aurakv"
         cli.parser().parse_args(words)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse breaks lines in other places")
+def test_the_page_about_the_commands_is_current():
+    assert make_cli_docs.PAGE.read_text(encoding="utf-8") == make_cli_docs.page(), "make docs writes it anew"
 
 
 def test_no_command(refused):
@@ -128,6 +138,271 @@ def test_defects_are_not_hidden(monkeypatch):
     monkeypatch.setattr(cli.info, "run", fail_with(ModuleNotFoundError("no", name="aurakv.nothing")))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["info"])
+
+
+# a small random model with a byte tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """The folder of a model like any that a user has."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("small")
+    vocabulary = {text: n for n, text in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, max_position_embeddings=2048, eos_token_id=0, bos_token_id=None, dtype="float32",
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+# generate
+
+GREEDY = ("--temperature", 0, "--max-tokens", 12)
+
+
+def test_generate(answer, call, small):
+    options = ("generate", "--model", small, "--prompt", "hello", *GREEDY)
+    compressed = answer(*options, "--format", "k8v8")
+    assert compressed["tokens"] == 12
+    assert compressed["prompt_tokens"] == len("<user>hello\n<assistant>")
+    assert compressed["cache_tokens"] == compressed["prompt_tokens"] + 11
+    assert compressed["cache_bytes"] > 0
+    uncompressed = answer(*options, "--format", "none")
+    assert uncompressed["cache_bytes"] == 4 * 2 * 2 * 2 * 16 * uncompressed["cache_tokens"]
+    assert answer(*options, "--format", "k16v16")["text"] == uncompressed["text"]
+    code, out, err = call(*options, "--format", "none")
+    assert (code, out) == (0, uncompressed["text"] + "\n")
+    assert "12 tokens" in err.splitlines()[-1]
+
+
+def test_generate_is_model_generate(answer, small):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(small)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(small)
+    ids = tokenizer("once", return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 4:]
+    got = answer("generate", "--model", small, "--raw", "--prompt", "once", "--format", "none", *GREEDY)
+    assert got["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_generate_samples_by_seed(answer, small):
+    options = ("generate", "--model", small, "--prompt", "x", "--max-tokens", 12, "--temperature", 2)
+    texts = [answer(*options, "--seed", seed)["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_reads_files_and_stdin(answer, small, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("a story", encoding="utf-8")
+    options = ("generate", "--model", small, "--raw", *GREEDY)
+    assert answer(*options, "--file", text, "--prompt", "and")["prompt_tokens"] == len("a story\n\nand")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert answer(*options)["prompt_tokens"] == len("from a pipe")
+
+
+class Typing(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_chat(call, small, monkeypatch):
+    lines = ["first", "/what", "second", "/reset", "third", "/quit"]
+    monkeypatch.setattr("sys.stdin", Typing())
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
+    code, _, err = call("generate", "--model", small, *GREEDY)
+    assert (code, lines) == (0, [])
+    first, second, third = (re.search(r"prompt: (\d+) tokens, (\d+) of them known", line) for line in _statistics(err))
+    assert int(first[2]) == int(third[2]) == 0
+    assert int(second[2]) >= int(first[1]), "the second turn must reuse what the first left in the cache"
+    assert int(second[1]) > int(second[2])
+    assert "/reset starts over" in err
+
+
+def test_reused_cache_gives_the_same_answer(small):
+    from aurakv.cli import generate, loading
+
+    args = cli.parser().parse_args(["generate", "--model", str(small), "--temperature", "0", "--max-tokens", "12"])
+    args.json = True
+    chat = generate.Chat(loading.load(args, frame.Screen(args)), args)
+    chat.answer("one", lambda text: None)
+    again = chat.answer("two", lambda text: None)
+    assert again["reused_tokens"] > 0
+    chat.turns = chat.turns[:-2]
+    chat.forget()
+    fresh = chat.answer("two", lambda text: None)
+    assert (fresh["text"], fresh["reused_tokens"]) == (again["text"], 0)
+
+
+def test_chat_goes_on_after_an_interrupt(call, small, monkeypatch):
+    from aurakv.cli import generate
+
+    lines, put = ["first", "second", "/quit"], generate.Stream.put
+
+    def interrupt(self, value):
+        put(self, value)
+        if len(lines) == 2 and len(self.times) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate.Stream, "put", interrupt)
+    monkeypatch.setattr("sys.stdin", Typing())
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
+    code, _, err = call("generate", "--model", small, *GREEDY)
+    assert code == 0
+    assert "stopped" in err
+    assert len(_statistics(err)) == 1
+
+
+def _statistics(err):
+    return [line for line in err.splitlines() if "bytes a token" in line]
+
+
+def test_generate_refuses(refused, small, tmp_path, monkeypatch):
+    options = ("generate", "--model", small, "--prompt", "x")
+    assert "a format name is" in refused(*options, "--format", "q4")
+    assert "takes no options" in refused(*options, "--format", "none", "--recent", 3)
+    assert "at least 0" in refused(*options, "--temperature", "warm")
+    assert "at most 1" in refused(*options, "--top-p", 2)
+    assert "2,048 tokens of this model" in refused(*options, "--max-tokens", "2K")
+    assert "No such file" in refused(*options, "--file", tmp_path / "none.txt")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "UTF-8" in refused(*options, "--file", tmp_path / "binary")
+    assert "device that torch can use" in refused(*options, "--device", "abacus")
+    assert "there is no folder" in refused("generate", "--prompt", "x", "--model", tmp_path / "none")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "nothing to answer" in refused("generate", "--model", small)
+
+
+# demo
+
+
+def test_demo(answer, call, small, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from transformers import AutoModelForCausalLM
+
+    from aurakv.hf import attach
+
+    picture = tmp_path / "demo.png"
+    options = (
+        "demo",
+        "--model",
+        small,
+        "--tokens",
+        300,
+        "--answer",
+        8,
+        "--picture",
+        picture,
+        "--format",
+        "k16v16,k4v4",
+    )
+    found = answer(*options)
+    none, exact, coded = found["rows"]
+    assert [row["cache"] for row in found["rows"]] == ["none", "k16v16", "k4v4"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert none["bytes_per_token"] == 4 * 2 * 2 * 2 * 16
+    assert (none["top1"], none["kl"], none["same_tokens"], none["tokens_from_codes"]) == (1, 0, 8, 0)
+    assert (exact["text"], exact["same_tokens"]) == (none["text"], 8)
+    assert exact["kl"] == pytest.approx(0, abs=1e-6)
+    assert coded["kl"] > 1e-6
+    assert coded["tokens_from_codes"] > 250
+    assert coded["bytes"] < none["bytes"] / 2
+    assert all(row["tokens_per_second"] > 0 for row in found["rows"])
+    model = AutoModelForCausalLM.from_pretrained(small).eval()
+    cache = attach(model, "k4v4")
+    ids = demo_ids(small, 300)
+    made = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert found["prompt_tokens"] == ids.shape[1]
+    assert coded["text"] == demo_text(small, made[0, 300:].tolist()), "the text is that of model.generate"
+    _, out, _ = call(*options)
+    assert str(picture) in out.replace("\n", "")
+    assert f"{coded['top1']:.1%}" in out
+
+
+def demo_ids(folder, tokens):
+    from aurakv.cli import demo, loading
+
+    args = cli.parser().parse_args(["demo", "--model", str(folder), "--tokens", str(tokens), "--json"])
+    return demo._prompt(args, loading.load(args, frame.Screen(args)))
+
+
+def demo_text(folder, tokens):
+    from transformers import AutoTokenizer
+
+    from aurakv.cli import demo
+
+    return demo._text(AutoTokenizer.from_pretrained(folder), tokens)
+
+
+def test_demo_prompt_keeps_the_template(small):
+    from transformers import AutoTokenizer
+
+    text = AutoTokenizer.from_pretrained(small).decode(demo_ids(small, 300)[0])
+    assert text.startswith("<user>CHAPTER I")
+    assert text.endswith("?\n<assistant>")
+    assert "\u241e" not in text
+
+
+def test_demo_refuses(refused, small, tmp_path):
+    options = ("demo", "--model", small, "--picture", tmp_path / "demo.png")
+    assert "compressed formats, each once" in refused(*options, "--format", "k4v4,none")
+    assert "compressed formats, each once" in refused(*options, "--format", "k4v4,k4v4")
+    assert "a format name is" in refused(*options, "--format", "k4", "--tokens", 300)
+    assert "2,048 tokens of this model" in refused(*options)
+    assert "--tokens must be from" in refused(*options, "--tokens", 9)
+    assert "a picture must end with" in refused("demo", "--model", small, "--picture", tmp_path / "demo")
+    assert "No such file" in refused(*options, "--tokens", 300, "--file", tmp_path / "none")
+
+
+# bench
+
+FEW = ("--tokens", "64,200", "--rounds", 1, "--heads", 4, "--kv-heads", 2, "--head-dim", 64, "--device", "cpu")
+
+
+def test_bench(answer, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    picture = tmp_path / "bench.png"
+    found = answer("bench", *FEW, "--format", "k4v4,k2v2", "--page", 64, "--plot", picture)
+    rows = [(row["tokens"], row["method"]) for row in found["rows"]]
+    assert rows == [(n, method) for n in (64, 200) for method in ("torch bf16", "k4v4", "k2v2")]
+    for row in found["rows"]:
+        assert row["us"] > 0
+        if row["method"] == "k4v4":
+            size = aurakv.Format.parse("k4v4", 64).bytes_per_token * 2 * row["tokens"]
+            assert row["GB/s"] == pytest.approx(size / row["us"] / 1e3, abs=0.06)
+            assert row["of read bandwidth"] == pytest.approx(row["GB/s"] * 1e9 / found["bandwidth"], abs=0.001)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_times_nothing_wrong(refused, monkeypatch):
+    from aurakv.testing.broken import OffByOneSlot
+
+    wrong = OffByOneSlot()
+    monkeypatch.setitem(aurakv.backends._registered, wrong.name, wrong)
+    assert "nothing is timed" in refused("bench", *FEW, "--format", "k4v4", "--backend", wrong.name)
+
+
+def test_bench_refuses(refused, tmp_path):
+    assert "multiple of --kv-heads" in refused("bench", "--heads", 5, "--kv-heads", 2)
+    assert "backend must be one of" in refused("bench", *FEW, "--backend", "abacus")
+    assert "a picture must end with" in refused("bench", *FEW, "--plot", tmp_path / "bench.txt")
+    assert "must be a folder that exists" in refused("bench", *FEW, "--plot", tmp_path / "none" / "bench.png")
+    assert "number of tokens" in refused("bench", "--tokens", "4K,,")
 
 
 # info

@@ -435,6 +435,20 @@ def test_compile_without_graph_breaks(name):
         torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.full  # half a minute of compiling
+def test_compile_with_inductor():
+    _, ours = made("llama")
+    ids = prompt(2, 24)
+    expected = logits(ours, AuraCache(ours.config, "k4v4"), ids, (20, 1, 1, 1, 1))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, dynamic=None)
+    for _ in range(2):
+        cache = AuraCache(ours.config, "k4v4")
+        got = logits(compiled, cache, ids, (20, 1, 1, 1, 1))
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        assert cache.lengths == [24, 24]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(dtype):
     model, ours = (copy.deepcopy(m).to(dtype) for m in made("qwen3"))
@@ -494,6 +508,9 @@ def test_no_full_precision_mirror():
         ("Mamba2Config", {}, "nothing to compress|no attention layers"),
         ("RwkvConfig", {}, "inside the model"),
         ("RecurrentGemmaConfig", {}, "inside the model"),
+        ("Gemma3nTextConfig", {}, "shares keys and values"),
+        ("Gemma3nConfig", {}, "shares keys and values"),
+        ("LlamaConfig", {"num_kv_shared_layers": 1}, "shares keys and values"),
         ("T5Config", {}, "decoder-only"),
         ("WhisperConfig", {}, "decoder-only"),
     ],

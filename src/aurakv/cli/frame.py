@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -64,10 +65,42 @@ def tokens(text: str) -> int:
     return found
 
 
+def token_list(text: str) -> list[int]:
+    return [tokens(part) for part in text.split(",")]
+
+
 def count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def natural(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
+    return int(text)
+
+
+def fraction(text: str) -> float:
+    number = _number(text)
+    if number is None or number < 0:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return number
+
+
+def share(text: str) -> float:
+    number = _number(text)
+    if number is None or not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return number
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def names(text: str) -> list[str]:
@@ -124,12 +157,12 @@ class Screen:
 
     @contextlib.contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Callable[..., None]]:
-        """A bar on stderr while the block runs: call step(), step(5), step(text="…")."""
+        """A bar on stderr, if that is a terminal, while the block runs: call step(), step(5), step(text="…")."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         known = [BarColumn(), MofNCompleteColumn()] if total is not None else []
         columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), *known, TimeElapsedColumn()]
-        with Progress(*columns, console=self.err, transient=True) as bar:
+        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
             task = bar.add_task(description, total=total)
 
             def step(amount: float = 1, *, text: str | None = None) -> None:
@@ -145,6 +178,14 @@ def picture(path: Path) -> Path:
     if not path.parent.is_dir():
         raise InputError(f"{path.parent} must be a folder that exists, to save {path.name} in it")
     return path
+
+
+def read_text(path: Path) -> str:
+    """A text file in UTF-8, or the sentence why it is not one."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} must be text in UTF-8, got another byte at {error.start}") from None
 
 
 def bytes_text(number: float) -> str:
