@@ -61,7 +61,7 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
     top = splat(-INFINITY);
     for (int i = 0; i < full; i += VL) top = vmax(load<vf>(s + i), top);
   }
-  const float tile_most = largest(top), most = tile_most > w.most[r] ? tile_most : w.most[r];
+  const float base = w.base[r], tile_most = largest(top) + base, most = tile_most > w.most[r] ? tile_most : w.most[r];
   if (most == -INFINITY) {
     w.correction[r] = 1, w.added[r] = w.w_most[r] = w.w_sum[r] = 0;
     memset(s, 0, 4 * full);
@@ -71,7 +71,7 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
   w.correction[r] = correction, w.most[r] = most;
   vf added = {}, w_most = {}, w_sum = {};
   for (int i = 0; i < full; i += VL) {
-    const vf e = exp2_neg(load<vf>(s + i) - most), x = e * load<vf>(t.vs + i), a = vabs(x);
+    const vf e = exp2_neg(load<vf>(s + i) + (base - most)), x = e * load<vf>(t.vs + i), a = vabs(x);
     added += e, w_sum += a, w_most = vmax(w_most, a);
     store(s + i, x);
   }
@@ -124,7 +124,7 @@ inline void attend_piece(const Attend& a, const Group& g, int64_t split, float* 
 
   const KeyKernel* keys = w.key.bits == 16 || a.exact ? nullptr : fast_key(w.key);
   const ValueKernel* values = w.value.bits == 16 || a.exact ? nullptr : fast_value(w.value);
-  if (!keys) keys = &float_keys;
+  if (!keys) keys = w.exact_scores() ? &double_keys : &float_keys;
   if (!values) values = &float_values;
   load_queries(w);
   keys->prepare(w);
