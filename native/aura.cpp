@@ -245,8 +245,8 @@ EXPORT int64_t aura_append(int64_t isa, const Append* call) {
   return overflow;
 }
 
-// Appends tokens k, v to the pages and those beside (if there is an `append`) and attends with queries q. The structures
-// have everything else and can be used again.
+// Appends tokens k, v to the pages (if there is an `append`) and attends with queries q. The structures have everything
+// else and can be used again.
 EXPORT void aura_step(int64_t isa, const Append* append, const Attend* attend, const void* q, const void* k, const void* v,
                       void* out, float* lse, const float* sink, int64_t threads) {
   Attend a = *attend;
@@ -254,7 +254,7 @@ EXPORT void aura_step(int64_t isa, const Append* append, const Attend* attend, c
     Append new_tokens = *append;
     new_tokens.k = (const uint8_t*)k, new_tokens.v = (const uint8_t*)v, new_tokens.threads.count = threads;
     aura_append(isa, &new_tokens);
-    if (a.beside) new_tokens.pages = a.beside, aura_append(isa, &new_tokens);
+    if (append->beside) new_tokens.pages = append->beside, aura_append(isa, &new_tokens);
   }
   a.q = q, a.out = out, a.lse = lse, a.sink = sink, a.threads.count = threads;
   aura_attend(isa, &a);

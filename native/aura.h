@@ -90,7 +90,7 @@ struct Encode {                   // x [n, heads, dim] -> codes [n, heads, row_b
 };
 
 struct Append {                   // vectors k, v or codes with scales, [tokens, kv_heads, …]
-  const Pages* pages;
+  const Pages *pages, *beside;    // beside: null, or uncompressed pages that a step fills, too
   const uint8_t *k, *v;
   int64_t k_dtype, v_dtype, k_token, k_head, v_token, v_head;
   const uint8_t *k_scales, *v_scales;  // only with codes

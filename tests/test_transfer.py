@@ -42,7 +42,7 @@ def stored(cache, seq):
 def run_move(source, target, options, length):
     with poisoned():
         offsets = {"key_offset": rand(H, D, seed=8), "value_offset": rand(H, D, seed=9)} if options == "all" else {}
-        exact = EXACT if options == "all" else None
+        exact = {"all": EXACT, "first": kv.Exact(4, 0, torch.float32)}.get(options)
         sent = fill(make(source, exact=exact, **offsets), length)
         if dist.get_rank() == 0:
             before = [x.clone() for x in stored(sent, 1)]
@@ -63,13 +63,13 @@ def run_move(source, target, options, length):
         assert cache.lengths[0] == 9
 
 
-@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("options", ["plain", "all", "first"])
 @pytest.mark.parametrize(
     ("source", "target"),
     [("contiguous", "contiguous"), ("contiguous", "paged"), ("paged", "contiguous"), ("ring", "ring")],
 )
 def test_round_trip(ranks, source, target, options):
-    for length in (100, 12, 1, 0) if options == "all" else (100,):
+    for length in (100, 12, 1, 0) if options == "all" else (100, 3) if options == "first" else (100,):
         ranks(2).run(run_move, source, target, options, length)
 
 

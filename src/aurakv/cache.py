@@ -187,8 +187,8 @@ class KVCache:
         bounds = self._bounds(starts, k.shape[0])
         self._refresh()
         self._make_room(bounds)
-        for table in self._tables:
-            self._append(table, k, v, bounds)
+        self._append(k, v, bounds)
+        self._append_exact(k, v, bounds)
 
     def append_codes(self, keys: Codes, values: Codes, starts: Starts = None) -> None:
         """Add tokens that already are encoded, for a cache without exact tokens."""
@@ -277,7 +277,7 @@ class KVCache:
         """Forget the tokens of a sequence from position `length` on."""
         self.check_truncate(seq, length)
         for table in self._tables:
-            table.truncate(seq, length)
+            table.truncate(seq, min(length, table.lengths[seq]))
 
     def check_truncate(self, seq: int, length: int) -> None:
         """Raise what `truncate` would raise and change nothing: for those who truncate several sequences or caches."""
@@ -310,9 +310,11 @@ class KVCache:
     def sync(self) -> None:
         """Read the lengths from the device, after a captured graph or compiled function appended to `pages`."""
         self._table.sync()
-        exact = self._exact_table
-        if exact is not None and exact.lengths != self._table.lengths:
-            self._table.lengths = list(exact.lengths)
+        exact, lengths = self._exact_table, self._table.lengths
+        held = self.exact.held(lengths)
+        if exact is not None and exact.lengths != held:
+            both = zip(lengths, held, exact.lengths, strict=True)
+            self._table.lengths = [length if h == e else e for length, h, e in both]
             self._table.publish()
             raise InputError(
                 "this cache keeps exact tokens, so tokens appended to its pages directly were dropped: use append"
@@ -366,26 +368,38 @@ class KVCache:
                     )
 
     def _make_room(self, bounds: list[int]) -> None:
-        for table in self._tables:  # the second has a growable pool and never refuses
-            table.make_room(bounds)
+        self._table.make_room(bounds)
+        exact = self._exact_table
+        if exact is not None and not self._first_complete:  # its pool grows and never refuses
+            counts = [len(rows) for rows in self.exact.taken(bounds, exact.lengths)]
+            exact.make_room([0, *itertools.accumulate(counts)])
 
-    def _append(self, table: Table, k: Tensor, v: Tensor, bounds: list[int]) -> None:
-        ops.append(table.pages, k, v, bounds, backend=self.backend)
-        table.advance(bounds)
+    def _append(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
+        ops.append(self.pages, k, v, bounds, backend=self.backend)
+        self._table.advance(bounds)
+
+    def _append_exact(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
+        exact = self._exact_table
+        if exact is None:
+            return
+        taken = self.exact.taken(bounds, exact.lengths)
+        piece = [0, *itertools.accumulate(len(rows) for rows in taken)]
+        if piece[-1] < k.shape[0]:
+            if not piece[-1]:  # the first tokens are complete
+                return
+            at = torch.tensor([row for rows in taken for row in rows], device=k.device)
+            k, v = k[at], v[at]
+        ops.append(exact.pages, k, v, piece, backend=self.backend)
+        exact.advance(piece)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call) -> Partial:
         exact = self._exact_table
         short = exact is None or exact.kept is None or _longest(bounds) <= exact.kept.chunk
         if short and self._fused is not None:
-            part = self._fused(self._table.pages, None if exact is None else exact.pages, q, k, v, bounds, *call)
-            for table in self._tables:
-                table.advance(bounds)
-            return part
-        self._append(self._table, k, v, bounds)
-        if exact is None:
-            return self._attend(q, bounds, call)
-        if short:
-            self._append(exact, k, v, bounds)
+            return self._step_fused(self._fused, q, k, v, bounds, call)
+        self._append(k, v, bounds)
+        if exact is None or short:
+            self._append_exact(k, v, bounds)
             return self._attend(q, bounds, call)
         # Many new tokens: the exact ones are among those held so far and the new ones themselves.
         scoring, dtype = dataclasses.replace(call.scoring, exact=True), self.exact.dtype
@@ -395,8 +409,27 @@ class KVCache:
             ops.attend(q, exact.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend),
             ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
         )
-        self._append(exact, k, v, bounds)
+        self._append_exact(k, v, bounds)
         return _with_sink(merge(*parts), call)
+
+    def _step_fused(
+        self, step: Callable[..., Partial], q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call
+    ) -> Partial:
+        """Append and attend in one call, which also gives the exact tokens to a ring of recent ones."""
+        exact, ring = self._exact_table, self.exact.recent > 0
+        if not ring and not self._first_complete:
+            self._append_exact(k, v, bounds)
+        part = step(self._table.pages, None if exact is None else exact.pages, ring, q, k, v, bounds, *call)
+        self._table.advance(bounds)
+        if exact is not None and ring:
+            exact.advance(bounds)
+        return part
+
+    @property
+    def _first_complete(self) -> bool:
+        """Whether no token to come will be an exact one."""
+        exact = self._exact_table
+        return exact is None or (not self.exact.recent and min(exact.lengths, default=0) >= self.exact.first)
 
     def _find_fused(self, dtype: torch.dtype) -> Callable[..., Partial] | None:
         """The function of a backend that appends and attends in one call, if it has one."""
@@ -421,6 +454,7 @@ class KVCache:
             table.pages,
             None if bounds == list(range(len(bounds))) else bounds,  # one query each: ops has that tensor ready
             call.scoring,
+            ends=None if table is self._table else self.pages.lengths,  # first tokens may be all that it has
             sink_logits=call.sink_logits,
             splits=call.splits,
             precision=call.precision,

@@ -58,8 +58,10 @@ def write(
     tensors = {"lengths": torch.tensor(lengths, dtype=torch.int32), **_pack(table, chosen, page_size, "")}
     _plan(table, page_size, tensors, "", lengths)  # what load would refuse is never written
     if exact is not None:
-        tensors |= _pack(exact, chosen, exact.pool.page_size, "exact_")
-        _plan(exact, exact.pool.page_size, tensors, "exact_", lengths)
+        held = cache.exact.held(lengths)
+        size = _exact_page_size(cache, held)
+        tensors |= _pack(exact, chosen, size, "exact_")
+        _plan(exact, size, tensors, "exact_", held)
     for name in ("key_offset", "value_offset"):
         offset = getattr(cache.pool, name)
         if offset is not None:
@@ -171,25 +173,30 @@ def _build(
         growable=manifest.storage != "paged",
     )
     cache = KVCache(Table(pool, 0, manifest.max_width, manifest.kept), manifest.exact, backend)
-    plans = [_plan(cache._table, page_size, tensors, "", lengths)]
+    plans, held = [_plan(cache._table, page_size, tensors, "", lengths)], manifest.exact.held(lengths)
     if cache._exact_table is not None:
-        size = cache._exact_table.pool.page_size
-        plans.append(_plan(cache._exact_table, size, tensors, "exact_", lengths))
-    for table, plan, room in zip(cache._tables, plans, (spare, 0), strict=False):
+        plans.append(_plan(cache._exact_table, _exact_page_size(cache, held), tensors, "exact_", held))
+    for table, plan, room, tokens in zip(cache._tables, plans, (spare, 0), (lengths, held), strict=False):
         pages = plan.pages.shape[0]
         data = allocate(table.pool.format, plan.page_size, pages + room, kv_heads, device)
         data[:pages] = plan.pages
-        table.restore(data, plan.page_size, plan.rows, list(lengths), plan.highest)
+        table.restore(data, plan.page_size, plan.rows, list(tokens), plan.highest)
         table.pages.check()
         table.pages.check_values()
     return cache
+
+
+def _exact_page_size(cache: KVCache, held: list[int]) -> int:
+    table = cache._exact_table
+    assert table is not None
+    return table.pool.page_size if table.kept is not None else cache.exact.page_size(max(held, default=0))
 
 
 def _check_tensors(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
     """All that belong to such a cache and no others, of the right types and as they were written."""
     names = {"lengths", "table", "pages"} | ({"highest"} if manifest.kept is not None else set())
     if manifest.exact.first or manifest.exact.recent:
-        names |= {"exact_table", "exact_pages", "exact_highest"}
+        names |= {"exact_table", "exact_pages"} | ({"exact_highest"} if manifest.exact.recent else set())
     offsets = {"key_offset": manifest.format.key, "value_offset": manifest.format.value}
     same_names("tensors", tensors, names | (tensors.keys() & offsets.keys()))
     same_names("checksums", manifest.checksums, set(tensors))

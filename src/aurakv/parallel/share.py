@@ -45,8 +45,8 @@ class Share(NamedTuple):
         return Kept(window, sinks, chunk + 1, rollback)
 
     def exact(self, whole: Exact, chunk: int) -> Exact:
-        """What a rank keeps uncompressed, for `chunk` queries at once."""
-        recent = self.most(whole.recent) + self.most(chunk) + 1 if whole.recent else 0
+        """What a rank keeps uncompressed, for `chunk` queries at once; always in a ring, whose pages blocks fit."""
+        recent = self.most(whole.recent) + self.most(chunk) + 1 if whole.recent else min(whole.first, 1)
         return Exact(self.most(whole.first), recent, whole.dtype, self.most(whole.rollback))
 
 

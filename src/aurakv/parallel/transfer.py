@@ -182,8 +182,8 @@ def _compare(sent: _Sent, cache: KVCache, seq: int) -> None:
     ):
         if ours != theirs:
             raise InputError(f"both caches must have the same {name}: {shown(ours)} here, got {shown(theirs)}")
-    for each, high in zip(cache._tables, sent.highest, strict=True):
-        if high < sent.length or high != each.lowered(sent.length, high) or not each.holds_window(sent.length, high):
+    for each, high, length in zip(cache._tables, sent.highest, _lengths(cache, sent), strict=False):
+        if high < length or high != each.lowered(length, high) or not each.holds_window(length, high):
             raise FileError(f"a sequence of {sent.length} tokens cannot have been {high} long")
 
 
@@ -196,8 +196,13 @@ def _make_room(cache: KVCache, seq: int, sent: _Sent) -> None:
     except CapacityError:
         cache.free(seq)
         raise
-    for table, high in zip(cache._tables, sent.highest, strict=True):
-        table.place(seq, sent.length, high)
+    for table, high, length in zip(cache._tables, sent.highest, _lengths(cache, sent), strict=False):
+        table.place(seq, length, high)
+
+
+def _lengths(cache: KVCache, sent: _Sent) -> tuple[int, int]:
+    """Tokens of the sequence in the table of codes and in that of exact tokens."""
+    return sent.length, cache.exact.held([sent.length])[0]
 
 
 def _answer(wire: _Wire, what: str) -> None:

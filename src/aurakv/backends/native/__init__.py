@@ -180,7 +180,7 @@ class Native:
         starts: Tensor,
     ) -> None:
         starts = starts.contiguous()
-        self._call("aura_append", abi.pack_append(pages, k, v, types, strides, scales, starts))
+        self._call("aura_append", abi.pack_append(pages, None, k, v, types, strides, scales, starts))
 
     def attend(
         self,
@@ -241,6 +241,7 @@ class Native:
         self,
         pages: Pages,
         beside: Pages | None,
+        beside_too: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -250,10 +251,14 @@ class Native:
         splits: int | None,
         precision: str,
     ) -> Partial:
-        """Append and attend in one call. The exact tokens lie in `beside`, if any. What a call of the same kind needs
-        is packed once and remembered in the pages: between two tokens only the addresses of the arguments change."""
+        """Append and attend in one call. Exact tokens lie in `beside`, if any, which may get the new tokens, too.
+
+        What a call of the same kind needs is packed once and remembered in the pages: between two tokens only the
+        addresses of the arguments change.
+        """
         x, k, v = abi.plain(q), abi.plain(k), abi.plain(v)
         kind = (
+            beside_too,
             bounds,
             x.shape,
             x.stride(),
@@ -273,7 +278,7 @@ class Native:
                 (abi.DTYPES[k.dtype], abi.DTYPES[v.dtype]),
                 (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
             )
-            append = abi.pack_append(pages, k, v, types, strides, (0, 0), starts)
+            append = abi.pack_append(pages, beside if beside_too else None, k, v, types, strides, (0, 0), starts)
             attend = self._describe(pages, beside, q, x, (starts, pages.lengths), scoring, (splits, precision, 0))
             known = (beside, kind, append, attend, starts)
             object.__setattr__(pages, "_native_step", known)

@@ -33,7 +33,7 @@ PAGES = struct.Struct("8Q11q")
 DENSE = struct.Struct("4Q4qQq")
 ATTEND = struct.Struct("4Q3q4Q3qQd3qd3qd2qQqQ")
 ENCODE = struct.Struct("2Q5q3QqQ")
-APPEND = struct.Struct("3Q6q2QqQqqQ")
+APPEND = struct.Struct("4Q6q2QqQqqQ")
 DECODE = struct.Struct("3Q2qQ2qQqQ")
 SCORES = struct.Struct("3Q2q2Q5qQqQ")
 VALUES = struct.Struct("3Q2q2Q6qdQqQ")
@@ -167,6 +167,7 @@ def results(x: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 def pack_append(
     pages: Pages,
+    beside: Pages | None,
     k: Tensor,
     v: Tensor,
     types: tuple[int, int] | None,
@@ -176,6 +177,7 @@ def pack_append(
 ) -> bytes:
     return APPEND.pack(
         pages_address(pages),
+        0 if beside is None else pages_address(beside),
         k.data_ptr(),
         v.data_ptr(),
         *(types or (0, 0)),
