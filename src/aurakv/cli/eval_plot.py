@@ -48,24 +48,18 @@ def kind(name: str) -> str:
 
 def _panel(axis: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
     points = means(rows)
-    placed: list[tuple[float, float]] = []
     for what, (colour, mark, legend) in _KINDS.items():
-        mine = {name: at for name, at in points.items() if kind(name) == what}
-        if not mine:
-            continue
-        xs, ys = zip(*mine.values(), strict=True)
-        axis.scatter(xs, ys, color=colour, marker=mark, s=130 if mark == "*" else 42, label=legend, zorder=3)
-        placed += mine.values()
+        mine = [at for name, at in points.items() if kind(name) == what]
+        if mine:
+            xs, ys = zip(*mine, strict=True)
+            axis.scatter(xs, ys, color=colour, marker=mark, s=130 if mark == "*" else 42, label=legend, zorder=3)
     axis.set_yscale("log")
     axis.set_xscale("log")
     axis.grid(color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
-    axis.margins(0.12)
+    axis.margins(0.14)
     _ticks(axis, points)
-    for name, at in sorted(points.items(), key=lambda item: item[1]):
-        colour = _KINDS[kind(name)][0]
-        axis.annotate(_short(name), at, xytext=_beside(axis, at, placed), textcoords="offset points", fontsize=8.5,
-                      color=MUTED if colour == RIVAL else colour, va="center")  # fmt: skip
+    _labels(axis, points)
     texts = len({row["text"] for row in rows})
     tokens = rows[0]["tokens"]
     axis.set_xlabel("bytes per token that the cache holds", color=INK, fontsize=10)
@@ -80,14 +74,26 @@ def _ticks(axis: Any, points: Mapping[str, tuple[float, float]]) -> None:
     axis.minorticks_off()
 
 
-def _beside(axis: Any, at: tuple[float, float], others: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Right of a point, or above it where the next one to the right is close."""
-    x, y = axis.transData.transform(at)
-    for other in others:
-        ox, oy = axis.transData.transform(other)
-        if 0 < ox - x < 70 and abs(oy - y) < 14:
-            return (-4, 11)
-    return (7, 0)
+def _labels(axis: Any, points: Mapping[str, tuple[float, float]]) -> None:
+    """Beside each point, on the first side where the name covers no other name and no point."""
+    axis.figure.canvas.draw()  # the layout is known now
+    to_points = 72 / axis.figure.dpi
+    at = {name: axis.transData.transform(place) * to_points for name, place in points.items()}
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in at.values()]
+    for name, (x, y) in sorted(at.items(), key=lambda item: item[1][1]):
+        text, colour = _short(name), _KINDS[kind(name)][0]
+        width = 5.0 * len(text)
+        sides = [(8, 0), (-8 - width, 0), (-width / 2, 11), (-width / 2, -11), (8, 9), (8, -9), (-8 - width, 9)]
+        boxes = [(x + dx, y + dy - 5, x + dx + width, y + dy + 5) for dx, dy in sides]
+        best = min(range(len(sides)), key=lambda n: sum(_overlap(boxes[n], other) for other in taken))
+        taken.append(boxes[best])
+        axis.annotate(text, points[name], xytext=sides[best], textcoords="offset points", fontsize=8.5, va="center",
+                      color=MUTED if colour == RIVAL else colour)  # fmt: skip
+
+
+def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
+    """The area that two boxes (left, bottom, right, top) share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
 def _short(name: str) -> str:

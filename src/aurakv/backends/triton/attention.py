@@ -120,8 +120,8 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
     ]
     sizes = [make_workspace(plan, pages.format, tokens * heads).bytes for plan in plans]
     fast = _fast()
-    if fast is not None and tokens == pages.seqs and fast.why_not_format(pages.format) is None:
-        sizes.append(fast.workspace_bytes_fast(pages, heads, splits))
+    if fast is not None and fast.why_not_format(pages.format) is None:
+        sizes.append(fast.workspace_bytes_fast(pages, tokens, heads, splits))
     return max(sizes)
 
 
@@ -138,7 +138,7 @@ def attend(
 ) -> Partial:
     fast = _fast()
     if fast is not None and fast.why_not_fast(q, pages, starts, scoring, precision) is None:
-        part: Partial = fast.attend_fast(q, pages, ends, scoring, sink_logits, splits, workspace)
+        part: Partial = fast.attend_fast(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
         return part
     keys = _capacity(pages)
     if scoring.window is not None:
