@@ -129,7 +129,7 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
         width,
         width // 8,
         chunk,
-        _cubic(codec.levels),
+        cubic(codec.levels),
         bounds,
         symmetric,
         codec.scale == "lsq",
@@ -140,16 +140,19 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
 
 
 @functools.cache
-def matrix(dim: int, seed: int, dtype: torch.dtype, device: torch.device, transposed: bool = False) -> Tensor:
+def matrix(
+    dim: int, seed: int, dtype: torch.dtype, device: torch.device, transposed: bool = False, natural: bool = False
+) -> Tensor:
     """R·√dim / 2^halvings: ± a power of two, so exact in every dtype, and no sum overflows that R's would not.
 
-    [dim, columns] with entry (c, i) of coordinate c of x and column i of a rotated tile; or transposed.
+    [dim, columns] with entry (c, i) of coordinate c of x and column i of a rotated tile; or transposed. `natural`:
+    column i is coordinate i.
     """
     width = _columns(dim)
     signed = hadamard(dim) * torch.tensor(signs(dim, seed), dtype=torch.float64)  # [rotated, c]
     padded = torch.zeros(dim, width, dtype=torch.float64)
     column = torch.arange(width)
-    coordinate = column % (width // 8) * 8 + column // (width // 8)
+    coordinate = column if natural else column % (width // 8) * 8 + column // (width // 8)
     padded[:, coordinate < dim] = signed.T[:, coordinate[coordinate < dim]]
     padded *= 2.0 ** -_halvings(dim)
     with torch.inference_mode(False):  # cached: must not become an inference tensor
@@ -193,7 +196,7 @@ def polynomial(levels: Levels) -> tuple[float, ...]:
 
     In x = 2·code + 1 − n; with more than two coefficients in x/n.
     """
-    coef = _cubic(levels)
+    coef = cubic(levels)
     if coef or not _symmetric(levels) or len(levels) > 64:
         return coef
     half = np.array(levels[len(levels) // 2 :])
@@ -213,7 +216,7 @@ def polynomial(levels: Levels) -> tuple[float, ...]:
 
 
 @functools.cache
-def _cubic(levels: Levels) -> tuple[float, ...]:
+def cubic(levels: Levels) -> tuple[float, ...]:
     """(a, b) with level = x·(a + b·x²), x = 2·code + 1 − n, if that is exact but for rounding."""
     if not _symmetric(levels):
         return ()
@@ -222,6 +225,18 @@ def _cubic(levels: Levels) -> tuple[float, ...]:
     found = np.linalg.lstsq(np.stack([x, x**3], 1) / x[:, None], half / x, rcond=None)[0]
     exact = np.abs(np.stack([x, x**3], 1) @ found - half) <= 1e-7 * half
     return tuple(float(np.float32(c)) for c in found) if exact.all() else ()
+
+
+@functools.cache
+def integers(levels: Levels) -> tuple[list[int], float] | None:
+    """The levels as integers from −128 to 127 times a step, if they are that but for rounding."""
+    largest = max(abs(x) for x in levels)
+    for top in range(1, 128):
+        step = largest / top
+        found = [round(x / step) for x in levels]
+        if all(abs(n * step - x) <= 1e-6 * largest for n, x in zip(found, levels, strict=True)):
+            return found, step
+    return None
 
 
 def _symmetric(levels: Levels) -> bool:
