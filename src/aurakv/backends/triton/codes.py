@@ -226,7 +226,7 @@ def quantise_symmetric(z, BITS: tl.constexpr, BOUNDS: tl.constexpr, LEVELS: tl.c
     """
     bits = z.to(tl.int32, bitcast=True)
     # a negative z on a boundary belongs to the outer code: the next larger magnitude is compared
-    a = ((bits & 0x7FFFFFFF) + tl.where(z > 0, 0, 1)).to(tl.float32, bitcast=True)
+    a = ((bits & 0x7FFFFFFF) + ((bits >> 31) & 1)).to(tl.float32, bitcast=True)
     if BITS == 2:
         level = tl.where(a > BOUNDS[0], LEVELS[1], LEVELS[0])
     elif BITS == 3:

@@ -25,7 +25,7 @@ from .queries import prepare_integers_kernel
 from .results import LOG2E, finish
 from .store import blocks
 
-ROWS = 64  # of a program
+ROWS = 128  # of a program
 LEAST_ROWS = 65  # a sequence; fewer are the portable kernel's
 DIMS = (64, 128)
 MAX_SEQS = 4096
@@ -207,11 +207,11 @@ def attend_extend(
 
 
 def _splits(pages: Pages, tokens: int, heads: int, given: int | None) -> int:
-    """As many as fill the multiprocessors best, two programs each; from shapes alone."""
+    """As many as fill the multiprocessors best, one program each; from shapes alone."""
     if given is not None:
         return given
     rows = -(-tokens // pages.seqs) * (heads // pages.kv_heads)
-    programs, sms = pages.seqs * -(-rows // ROWS) * pages.kv_heads, 2 * multiprocessors(pages.data.device)
+    programs, sms = pages.seqs * -(-rows // ROWS) * pages.kv_heads, multiprocessors(pages.data.device)
     most = max(1, min(MAX_SPLITS, pages.table.shape[1] * pages.page_size // LEAST_KEYS))
     return min(range(1, most + 1), key=lambda n: (-(-programs * n // sms)) / n * (1 + 0.02 * n))
 

@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 
 from .fast_primitives import MINIFLOAT_TAIL, half2
 
+LEAST_EXPONENT = gl.constexpr(103)  # of a value scale: 2^-24, the smallest float16 number
+
 
 def key_asm(integers: list[int], bits: int) -> str:
     """PTX for $0-$7: the int8 levels of the codes in $8-$11, four in a register.
@@ -204,3 +206,97 @@ def stack8(a, b, c, d, e, f, g, h):
     """[…, 8]"""
     x = gl.join(gl.join(gl.join(a, e), gl.join(c, g)), gl.join(gl.join(b, f), gl.join(d, h)))
     return x.reshape([a.shape[0], a.shape[1], 8])
+
+
+@gluon.jit
+def tile_start(i, tiles, KEYS: gl.constexpr):
+    """The first key of the tile that comes i-th; past the end the last one comes again.
+
+    tiles: those before the ones that all rows see whole, these, all, the first; tiles of span a, the first keys of the
+    spans."""
+    before, inside, count, first_tile, a_tiles, a_base, b_base = tiles
+    i = gl.minimum(i, count - 1)
+    tile = first_tile + gl.where(i < inside, before + i, gl.where(i < inside + before, i - inside, i))
+    return gl.where(tile < a_tiles, a_base + tile * KEYS, b_base + (tile - a_tiles) * KEYS)
+
+
+@gluon.jit
+def find_page(place, t, CODES: gl.constexpr):
+    """The page that holds key t."""
+    PAGE: gl.constexpr = CODES[0]  # 0: one page a sequence
+    table, i_seq, i_head, kv_heads, pages, width, pinned = place
+    entry = t * 0
+    if PAGE > 0:
+        page = t // PAGE
+        entry = gl.minimum(page, width - 1)
+        if CODES[1]:
+            entry = gl.where(page < pinned, page, pinned + (page - pinned) % gl.maximum(width - pinned, 1))
+    return gl.load(table + i_seq.to(gl.int64) * width + entry)
+
+
+@gluon.jit
+def find_piece(place, page, t, page_bytes, CODES: gl.constexpr):
+    """Byte offset of a head's piece of the page that holds key t, and the key's row in it."""
+    PAGE: gl.constexpr = CODES[0]
+    table, i_seq, i_head, kv_heads, pages, width, pinned = place
+    row = t
+    if PAGE > 0:
+        row = t % PAGE
+    page = gl.minimum(gl.maximum(page, 0), pages - 1)
+    return (page.to(gl.int64) * kv_heads + i_head) * page_bytes, row
+
+
+@gluon.jit
+def load_tile(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
+    """What is read of the i-th tile, which lies in `page`: codes of keys, their scales, codes of values, value scales by
+    row of the decoder and by lane of every warp; and the next tile's page. Past the end the last tile comes again."""
+    KEYS: gl.constexpr = CODES[2]
+    LANES: gl.constexpr = CODES[3]
+    KEY_BITS: gl.constexpr = CODES[4]
+    VALUE_BITS: gl.constexpr = CODES[5]
+    page_bytes, key_codes, key_scales, value_codes, value_scales = at
+    t = tile_start(i, tiles, KEYS)
+    piece, row = find_piece(place, page, t, page_bytes, CODES)
+    next_page = find_page(place, tile_start(i + 1, tiles, KEYS), CODES)
+    key_at = gl.multiple_of((piece + key_codes) // 4 + row * (LANES * KEY_BITS), 4)
+    value_at = gl.multiple_of((piece + value_codes) // 4 + row * (LANES * VALUE_BITS), 4)
+    p_key_scale = halves + ((piece + key_scales) // 2 + row)
+    p_value_scale = halves + ((piece + value_scales) // 2 + row)
+    o_key = gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    o_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, codes_layout(KEYS, LANES, 1)))
+    o_lane = gl.arange(0, KEYS, layout=gl.BlockedLayout([KEYS // 32], [32], [4], [0]))
+    k = load_codes(words, key_at, KEYS, LANES, KEY_BITS)
+    v = load_codes(words, value_at, KEYS, LANES, VALUE_BITS)
+    row_scale, lane_scale = gl.load(p_value_scale + o_row), gl.load(p_value_scale + o_lane)
+    return k, gl.load(p_key_scale + o_key), v, row_scale, lane_scale, next_page
+
+
+@gluon.jit
+def store_keys(codes, scale, s_keys, s_scales, KEY: gl.constexpr, CODES: gl.constexpr):
+    """Int8 levels of keys, and their scales in float32 with NaN for what is not finite."""
+    KEYS: gl.constexpr = CODES[2]
+    LANES: gl.constexpr = CODES[3]
+    BITS: gl.constexpr = KEY[0]
+    ASM: gl.constexpr = KEY[1]
+    s_keys.store(key_tile(to_nibbles(codes, KEYS, LANES, BITS), ASM))
+    scale = scale.to(gl.float32)
+    s_scales.store(gl.where(gl.abs(scale) < float("inf"), scale, float("nan")))
+
+
+@gluon.jit
+def store_values(codes, scale, known, unit, step, s_values, VALUE: gl.constexpr, CODES: gl.constexpr):
+    """Levels of values times their scales over 2^(unit − 126); 0 where a scale is not finite.
+
+    Keys from `known` on do not exist."""
+    KEYS: gl.constexpr = CODES[2]
+    LANES: gl.constexpr = CODES[3]
+    BITS: gl.constexpr = VALUE[0]
+    ASM: gl.constexpr = VALUE[1]
+    o_row = gl.arange(0, KEYS, layout=scale.type.layout)
+    scale = scale.to(gl.float32)
+    scale = gl.where((gl.abs(scale) < float("inf")) & (o_row < known), scale, 0.0)
+    scale = (scale * (((253 - unit) << 23).to(gl.float32, bitcast=True) * step)).to(gl.float16)
+    twice = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    twice = twice | twice << 16
+    twice = gl.expand_dims(twice, 1) + gl.zeros([KEYS, LANES], gl.int32, codes_layout(KEYS, LANES, 1))
+    s_values.store(value_tile(to_nibbles(codes, KEYS, LANES, BITS), twice, ASM))

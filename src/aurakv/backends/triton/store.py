@@ -14,7 +14,8 @@ from ...pages import Pages
 from . import tables
 from .encode_kernels import append_codes_kernel, append_kernel, encode_kernel
 
-FEW_ROWS, MANY_ROWS = 16, 64  # vectors per program
+FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
+PROGRAMS = 2  # of each side that share a multiprocessor when there are many vectors
 
 
 def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
@@ -72,7 +73,8 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
     count = blocks(tokens, pages.seqs, pages.kv_heads, rows)
     k_matrix, k_levels, k_bounds = constants(key, k_how.operand, k.device)
     v_matrix, v_levels, v_bounds = constants(value, v_how.operand, v.device)
-    append_kernel[(count, 2)](
+    programs = count if rows == FEW_ROWS else min(count, PROGRAMS * tables.multiprocessors(k.device))
+    append_kernel[(programs, 2)](
         k,
         *k.stride(),
         v,
@@ -86,7 +88,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         k_bounds,
         v_bounds,
         *_place(pages, starts, tokens),
-        2 * count,
+        count,
         pages.kv_heads,
         k_how,
         v_how,

@@ -60,6 +60,11 @@ class Encoder(NamedTuple):
     operand: Any  # dtype of the rotation's product
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def operand_of(dtype: torch.dtype) -> Any:
     """What products of this dtype are computed in; the interpreter multiplies no bfloat16."""
     return tl.float32 if dtype == torch.bfloat16 and INTERPRETED.value else DTYPES[dtype]
@@ -116,7 +121,7 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
     width = columns(codec)
     if not codec.coded:
         return Encoder(codec.dim, 16, width, 0, 16, (), (), (), False, 1.0, 0.0, tl.float32)
-    chunk = min(codec.dim & -codec.dim, max(16, 8192 // width))
+    chunk = min(codec.dim & -codec.dim, max(16, 16384 // width))
     bounds: tuple[float, ...] = boundaries(codec.levels) if codec.bits <= 4 else ()
     symmetric: tuple[float, ...] = ()
     half = len(codec.levels) // 2
