@@ -12,143 +12,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import aurakv as kv
+from aurakv.bench import bandwidth, machine
+from aurakv.bench import decode as bench
+from aurakv.bench.timing import Call, HostTimer
 
-Call = Callable[[int], object]
-BUFFERS = 200_000_000  # bytes that the calls of a method walk through
-
-
-class Timer:
-    def __init__(self, rounds: int, window: float, realtime: bool) -> None:
-        self.rounds, self.window, self.realtime = rounds, window, realtime
-
-    def compare(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
-        """Microseconds a call of each method: median and quartiles over the rounds."""
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for call in calls.values():
-            call(0)
-        for _ in range(self.rounds):
-            for name, call in calls.items():
-                samples[name].append(self._sample(call))
-                time.sleep(0.005)
-        return {name: _summary(x) for name, x in samples.items()}
-
-    def _sample(self, call: Call) -> float:
-        self._schedule(True)
-        try:
-            call(0)
-            count, start = 0, time.perf_counter()
-            while (passed := time.perf_counter() - start) < self.window or count == 0:
-                call(count)
-                count += 1
-            return passed / count * 1e6
-        finally:
-            self._schedule(False)
-
-    def _schedule(self, first: bool) -> None:
-        if self.realtime:
-            policy, level = (os.SCHED_FIFO, 1) if first else (os.SCHED_OTHER, 0)
-            for task in os.listdir("/proc/self/task"):
-                os.sched_setscheduler(int(task), policy, os.sched_param(level))
-
-
-def _summary(samples: list[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
-    return {"us": round(middle, 1), "low": round(low, 1), "high": round(high, 1)}
-
-
-def _cycle(make: Callable[[], object], size: int) -> list:
-    return [make() for _ in range(max(1, min(64, BUFFERS // size)))]
-
-
-def read_bandwidth(timer: Timer) -> float:
-    """GB/s of reading memory that is in no cache, all threads."""
-    words = torch.ones(50_000_000, dtype=torch.int64)
-    us = timer.compare({"read": lambda _: words.sum()})["read"]["us"]
-    return words.nbytes / us / 1e3
-
-
-def fill(format: kv.Format, batch: int, heads: int, tokens: int, page: int | None) -> Callable[[], kv.Pages]:
-    """A function that makes a cache with this many tokens in each sequence."""
-    codes = [kv.encode(torch.randn(batch * tokens, heads, codec.dim), codec) for codec in (format.key, format.value)]
-    starts = list(range(0, batch * tokens + 1, tokens))
-
-    def make() -> kv.Pages:
-        if page is None:
-            cache = kv.KVCache.contiguous(format, batch, heads, capacity=tokens)
-        else:
-            cache = kv.KVCache.paged(kv.PagePool(format, batch * -(-tokens // page), page, heads), batch)
-        cache.append_codes(*codes, starts)
-        return cache.pages
-
-    return make
-
-
-def check(q: torch.Tensor, pages: kv.Pages, backend: str, starts: list[int] | None = None) -> None:
-    """The result of the shape that is about to be timed."""
-    got = kv.attend(q, pages, starts, backend=backend).out.double()
-    truth = kv.attend(q.double(), pages, starts, backend="reference").out
-    error = ((got - truth).norm() / truth.norm()).item()
-    if not error < 1e-3:
-        raise SystemExit(f"{pages.format} with {backend}: relative error {error:.1e}, nothing is timed")
+CPU = torch.device("cpu")
 
 
 def decode(
-    timer: Timer, formats: Iterable[str], batch: int, heads: int, kv_heads: int, dim: int, tokens: int,
-    page: int | None = None, backend: str = "native", rivals: Iterable[str] = ("bf16",),
+    timer: HostTimer, formats: list[str], batch: int, heads: int, kv_heads: int, dim: int, tokens: int,
+    page: int | None = None, backend: str = "native", rivals: tuple[str, ...] = ("bf16",),
 ) -> list[dict[str, object]]:  # fmt: skip
-    group, calls, names = heads // kv_heads, {}, []
-    size = batch * kv_heads * tokens * dim
-    q = torch.randn(batch, heads, dim)
-    for rival in rivals:
-        dtype = torch.float32 if "fp32" in rival else torch.bfloat16
-        k, v = (
-            _cycle(lambda t=dtype: torch.randn(batch, kv_heads, tokens, dim).to(t), 2 * size * dtype.itemsize)
-            for _ in "kv"
-        )
-        if "gqa" in rival:
-            x = q.to(dtype)[:, :, None]
-            calls[rival] = lambda i, x=x, k=k, v=v: F.scaled_dot_product_attention(
-                x, k[i % len(k)], v[i % len(v)], enable_gqa=True
-            )
-        else:  # the heads of a group as queries: each key is read once
-            x = q.to(dtype).view(batch, kv_heads, group, dim)
-            calls[rival] = lambda i, x=x, k=k, v=v: F.scaled_dot_product_attention(x, k[i % len(k)], v[i % len(v)])
-    for name in formats:
-        format = kv.Format.parse(name, dim)
-        pages = _cycle(fill(format, batch, kv_heads, tokens, page), format.bytes_per_token * batch * kv_heads * tokens)
-        check(q, pages[0], backend)
-        calls[name] = lambda i, p=pages: kv.attend(q, p[i % len(p)], backend=backend)
-        names.append(name)
-    times = timer.compare(calls)
-    shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim, "tokens": tokens, "page": page}
-    rows: list[dict[str, object]] = [
-        {"what": "decode", **shape, "method": f"torch {rival}", **times[rival]} for rival in rivals
-    ]
-    for name in names:
-        us = times[name]["us"]
-        row = {"what": "decode", **shape, "method": f"{backend} {name}", **times[name]}
-        row["GB/s"] = round(kv.Format.parse(name, dim).bytes_per_token * batch * kv_heads * tokens / us / 1e3, 1)
-        row["times bf16"] = round(times["bf16"]["us"] / us, 2) if "bf16" in times else None
-        rows.append(row)
-    return rows
+    return bench.decode(timer, bench.Shape(batch, heads, kv_heads, dim, tokens, page), formats, CPU, backend, rivals)
 
 
-def dequantised(timer: Timer, tokens: int) -> list[dict[str, object]]:
+def fill(tokens: int) -> kv.Pages:
+    return bench.fill(kv.Format.parse("k4v4", 128), bench.Shape(1, 32, 8, 128, tokens), CPU)()
+
+
+def dequantised(timer: HostTimer, tokens: int) -> list[dict[str, object]]:
     """Decode all stored vectors to bfloat16, then SDPA: what libraries without attention on codes do."""
-    pages = fill(kv.Format.parse("k4v4", 128), 1, 8, tokens, None)()
+    pages = fill(tokens)
     q = torch.randn(1, 8, 4, 128).bfloat16()
     keys, values = pages.stored(0, torch.arange(tokens))
 
@@ -162,11 +57,11 @@ def dequantised(timer: Timer, tokens: int) -> list[dict[str, object]]:
     return [{"what": "decode", **shape, "method": "dequantise k4v4, then SDPA bf16", **times}]
 
 
-def extend(timer: Timer, queries: int, tokens: int) -> list[dict[str, object]]:
+def extend(timer: HostTimer, queries: int, tokens: int) -> list[dict[str, object]]:
     """Queries at the end of a compressed history, against SDPA float32 on uncompressed keys and values."""
-    pages = fill(kv.Format.parse("k4v4", 128), 1, 8, tokens, None)()
+    pages = fill(tokens)
     q = torch.randn(queries, 32, 128)
-    check(q[-3:], pages, "native", [0, 3])
+    bench.check(q[-3:], pages, "native", [0, 3])
     k, v = torch.randn(2, 1, 8, tokens, 128)
     x, mask = torch.randn(1, 32, queries, 128), torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
     times = timer.compare(
@@ -181,7 +76,7 @@ def extend(timer: Timer, queries: int, tokens: int) -> list[dict[str, object]]:
     return [{"what": what, **shape, "method": name, **x} for name, x in times.items()]
 
 
-def encode(timer: Timer, vectors: int) -> list[dict[str, object]]:
+def encode(timer: HostTimer, vectors: int) -> list[dict[str, object]]:
     format, rows = kv.Format.parse("k4v4", 128), []
     x = torch.randn(vectors // 8, 8, 128)
     calls: dict[str, Call] = {
@@ -206,7 +101,7 @@ def encode(timer: Timer, vectors: int) -> list[dict[str, object]]:
     return rows
 
 
-def overhead(timer: Timer) -> list[dict[str, object]]:
+def overhead(timer: HostTimer) -> list[dict[str, object]]:
     """A decode call at 128 tokens, from Python."""
     cache = kv.KVCache.contiguous(kv.Format.parse("k4v4", 128), 1, 8, capacity=128)
     cache.append(torch.randn(128, 8, 128), torch.randn(128, 8, 128), [0, 128])
@@ -215,7 +110,7 @@ def overhead(timer: Timer) -> list[dict[str, object]]:
     return [{"what": "overhead", "tokens": 128, "method": name, **x} for name, x in times.items()]
 
 
-def growth(timer: Timer) -> list[dict[str, object]]:
+def growth(timer: HostTimer) -> list[dict[str, object]]:
     """Cost over tokens, batch and heads, for benchmarks/cpu_plot.py."""
     rows = []
     for tokens in (256, 1024, 4096, 16384, 65536):
@@ -240,7 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    timer, slow = (Timer(n, options.window, options.realtime) for n in (options.rounds, 3))
+    timer, slow = (HostTimer(n, options.window, options.realtime) for n in (options.rounds, 3))
     parts: dict[str, Callable[[], list[dict[str, object]]]] = {
         "decode": lambda: [
             *decode(timer, ["k4v4", "k2v2", "k3v3", "k8v8", "k8v4"], 1, 32, 8, 128, 16384, rivals=("bf16", "fp32")),
@@ -261,7 +156,7 @@ def main() -> None:
         "overhead": lambda: overhead(timer),
         "growth": lambda: growth(slow),
     }
-    before, rows = read_bandwidth(slow), []
+    before, rows = bandwidth.read(CPU, slow) / 1e9, []
     for name, run in parts.items():
         if not options.only or name in options.only.split(","):
             for row in run():
@@ -270,30 +165,20 @@ def main() -> None:
                     "  ".join(f"{k} {v}" for k, v in row.items() if v is not None and k not in ("low", "high")),
                     flush=True,
                 )
-    bandwidth = statistics.mean((before, read_bandwidth(slow)))
-    print(f"read bandwidth {bandwidth:.1f} GB/s")
+    speed = statistics.mean((before, bandwidth.read(CPU, slow) / 1e9))
+    print(f"read bandwidth {speed:.1f} GB/s")
     for row in rows:
         if "GB/s" in row:
-            row["of read bandwidth"] = round(float(str(row["GB/s"])) / bandwidth, 2)
+            row["of read bandwidth"] = round(float(str(row["GB/s"])) / speed, 2)
     if options.json:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         about = {
-            "cpu": _cpu(), "threads": options.threads, "command": " ".join(["python", *sys.argv]), "commit": commit,
+            "cpu": machine.cpu_name(), "threads": options.threads,
+            "command": " ".join(["python", *sys.argv]), "commit": commit,
             "torch": torch.__version__, "aurakv": kv.__version__, "python": platform.python_version(),
-            "read GB/s": round(bandwidth, 1),
+            "read GB/s": round(speed, 1),
         }  # fmt: skip
         options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines) if value}
-    return (
-        f"{facts.get('model name', platform.machine())}, family {facts.get('cpu family')}, model {facts.get('model')}"
-    )
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +23,11 @@ from torch.nn.attention.bias import causal_lower_right
 import aurakv as kv
 from aurakv import backends, ops
 from aurakv.backends import reference
+from aurakv.bench import bandwidth
+from aurakv.bench.timing import GraphTimer
 from aurakv.codec import Format
 from aurakv.pages import Pages, allocate
 
-FLUSH_BYTES = 512 << 20
-REPEATS = 15
 TOLERANCE = 0.005  # of the norm of the result
 
 
@@ -103,30 +101,7 @@ def fill(pages: Pages, shape: Shape) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def graph_time(call: Callable[[], object], flush: Tensor) -> float:
-    """Median seconds of a replay of `call` with a cold L2 cache."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(REPEATS):
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def sdpa_time(q: Tensor, k: Tensor, v: Tensor, flush: Tensor) -> tuple[float, str]:
+def sdpa_time(q: Tensor, k: Tensor, v: Tensor, timer: GraphTimer) -> tuple[float, str]:
     """The fastest of torch's bf16 attentions for q [batch, n, heads, dim] over k, v [batch, tokens, kv_heads, dim]."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     n, tokens = q.shape[2], k.shape[2]
@@ -140,8 +115,8 @@ def sdpa_time(q: Tensor, k: Tensor, v: Tensor, flush: Tensor) -> tuple[float, st
         for label, extra in options.items():
             try:
                 with sdpa_kernel([backend]):
-                    time = graph_time(
-                        lambda extra=extra: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **extra), flush
+                    time = timer.seconds(
+                        lambda extra=extra: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **extra)
                     )
             except RuntimeError:
                 continue
@@ -166,19 +141,11 @@ def check(q: Tensor, pages: Pages, queries: int, out: Tensor) -> float:
     return worst
 
 
-def bandwidth(flush: Tensor) -> tuple[float, float]:
-    """Measured read and copy bandwidth in bytes a second."""
-    x = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
-    read = x.nbytes / graph_time(lambda: x.sum(), flush)
-    y = torch.empty_like(x)
-    return read, 2 * x.nbytes / graph_time(lambda: y.copy_(x), flush)
-
-
-def measure(shape: Shape, backend: str, flush: Tensor) -> dict[str, Any]:
+def measure(shape: Shape, backend: str, timer: GraphTimer) -> dict[str, Any]:
     torch.manual_seed(0)
     pages = make_pages(shape)
     if shape.kind == "append":
-        return measure_append(shape, pages, backend, flush)
+        return measure_append(shape, pages, backend, timer)
     k, v = fill(pages, shape)
     heads = shape.kv_heads * shape.group
     q = torch.randn(shape.batch * shape.queries, heads, shape.dim, device="cuda", dtype=torch.bfloat16)
@@ -191,8 +158,8 @@ def measure(shape: Shape, backend: str, flush: Tensor) -> dict[str, Any]:
     error = check(q, pages, shape.queries, call())
     if not error < TOLERANCE:
         return {"name": shape.name, "error": error, "wrong": True}
-    seconds = graph_time(call, flush)
-    bf16, name = sdpa_time(q.view(shape.batch, shape.queries, heads, shape.dim), k, v, flush)
+    seconds = timer.seconds(call)
+    bf16, name = sdpa_time(q.view(shape.batch, shape.queries, heads, shape.dim), k, v, timer)
     size = shape.batch * shape.context * shape.kv_heads * pages.format.bytes_per_token
     return {
         "name": shape.name, "us": seconds * 1e6, "bytes": size, "error": error, "bf16_us": bf16 * 1e6, "bf16": name,
@@ -200,7 +167,7 @@ def measure(shape: Shape, backend: str, flush: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure_append(shape: Shape, pages: Pages, backend: str, flush: Tensor) -> dict[str, Any]:
+def measure_append(shape: Shape, pages: Pages, backend: str, timer: GraphTimer) -> dict[str, Any]:
     """Bytes are those read and written: bf16 in, codes out."""
     n = shape.batch * shape.queries
     k, v = (torch.randn(n, shape.kv_heads, shape.dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
@@ -218,8 +185,8 @@ def measure_append(shape: Shape, pages: Pages, backend: str, flush: Tensor) -> d
         pages.lengths.zero_()
         ops.append(pages, k, v, chosen, backend=backend)
 
-    empty = graph_time(lambda: pages.lengths.zero_(), flush)
-    seconds = graph_time(call, flush)
+    empty = timer.seconds(lambda: pages.lengths.zero_())
+    seconds = timer.seconds(call)
     size = k.nbytes + v.nbytes + n * shape.kv_heads * pages.format.bytes_per_token
     return {
         "name": shape.name,
@@ -238,12 +205,12 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only this many shapes")
     parser.add_argument("--json")
     args = parser.parse_args()
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    read, copy = bandwidth(flush)
+    timer = GraphTimer()
+    read, copy = bandwidth.read("cuda", timer), bandwidth.copy("cuda", timer)
     print(f"{torch.cuda.get_device_name()}: read {read / 1e12:.2f} TB/s, copy {copy / 1e12:.2f} TB/s", flush=True)
     results = []
     for shape in [s for s in shapes(args.format) if not args.only or s.kind in args.only][: args.limit]:
-        result = measure(shape, args.backend, flush)
+        result = measure(shape, args.backend, timer)
         results.append(result)
         if "us" not in result:
             print(f"{shape.name:45} WRONG: error {result['error']:.2e}", flush=True)

@@ -24,6 +24,23 @@ def _device(name: str) -> str | None:
     return next((d for d in (*devices, "cpu") if backends.why_not(name, None, d) is None), None)
 
 
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes of a gloo group, by their number; each group is started once."""
+    from ranks import Ranks
+
+    started = {}
+
+    def get(size):
+        if size not in started or not started[size].alive:
+            started[size] = Ranks(size)
+        return started[size]
+
+    yield get
+    for group in started.values():
+        group.close()
+
+
 @pytest.fixture
 def device(backend):
     found = _device(backend)

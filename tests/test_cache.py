@@ -72,7 +72,7 @@ def test_contiguous_capacity_is_there_from_the_start():
 
 
 @pytest.mark.parametrize("kind", STORAGES)
-@pytest.mark.parametrize("exact", [None, kv.Exact(3, 10, torch.float32)])
+@pytest.mark.parametrize("exact", [None, kv.Exact(3, 10, torch.float32), kv.Exact(4, 0, torch.float32)])
 def test_any_chunking_gives_the_same_numbers(kind, exact):
     """One prefill, chunks and single tokens: the same queries get the same answers."""
     q, (k, v) = rand(150, 4, 64, seed=9), tokens(150)
@@ -211,6 +211,26 @@ def test_exact_tokens_are_exact():
         got = cache.step(q, k, v, [0, 40])
         torch.testing.assert_close(got.out, wanted.out, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(got.lse, wanted.lse, atol=1e-5, rtol=1e-4)
+
+
+def test_first_tokens_alone_take_only_their_room():
+    cache = make("contiguous", seqs=2, exact=kv.Exact(4, 0, torch.float32))
+    plain = make("contiguous", seqs=2)
+    for new in ([3, 0], [1, 3], [500, 2], [1, 1]):
+        starts = [0, *itertools.accumulate(new)]
+        k, v = tokens(starts[-1])
+        for each in (cache, plain):
+            each.append(k, v, starts)
+    room = 2 * 4 * H * 2 * 64 * 4
+    assert room <= cache.bytes_held - plain.bytes_held <= room + 200
+    cache.reserve(3)
+    kv.append(cache.pages, *tokens(3), [0, 3, 3])  # the first tokens are complete, so this loses none
+    assert cache.lengths == [508, 6]
+    cache.truncate(0, 2)
+    kv.append(cache.pages, *tokens(3), [0, 3, 3])
+    with pytest.raises(kv.InputError, match="keeps exact tokens"):
+        _ = cache.lengths
+    assert cache.lengths == [2, 6], "what the table of exact tokens has not seen is dropped"
 
 
 def test_exact_tokens_survive_truncation_within_their_rollback():

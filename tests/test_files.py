@@ -42,6 +42,11 @@ CACHES = {
     "ring": lambda: kv.KVCache.ring(fmt("k4v4"), 4, 2, window=20, page_size=8, chunk=4, rollback=3),
     "ring with sinks": lambda: kv.KVCache.ring(fmt("k3v5"), 4, 2, window=9, sinks=5, page_size=4, chunk=8, rollback=2),
     "ring exact": lambda: kv.KVCache.ring(OWN, 4, 2, window=17, sinks=2, page_size=5, rollback=6, exact=EXACT),
+    "first tokens": lambda: kv.KVCache.contiguous(fmt("k4v4"), 4, 2, exact=kv.Exact(first=4)),
+    "paged by 7, many first tokens": lambda: kv.KVCache.paged(
+        pool(fmt("k4v4"), 7, key_offset=offset(32)), 4, exact=kv.Exact(100, 0, torch.float16)
+    ),
+    "ring first tokens": lambda: kv.KVCache.ring(fmt("k4v4"), 4, 2, window=9, page_size=4, exact=kv.Exact(first=2)),
     "ring of one": lambda: kv.KVCache.ring(fmt("k4v4"), 4, 2, window=1, page_size=1, chunk=1),
     "paged": lambda: kv.KVCache.paged(pool(fmt("k4v4"), 16), 4),
     "paged by 1": lambda: kv.KVCache.paged(pool(fmt("k6v8"), 1), 4),

@@ -12,9 +12,11 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import DynamicCache
 
 from aurakv import FileError, models
-from aurakv.hf import AuraCache, attach
+from aurakv.evaluation import builtin
+from aurakv.evaluation.tensors import bytes_of
+from aurakv.hf import attach
 
-TEXT = (Path(__file__).parent / "data" / "alice.txt").read_text(encoding="utf-8")  # chapters I and II of Alice
+TEXT = builtin()
 
 pytestmark = [
     pytest.mark.model,
@@ -87,15 +89,15 @@ def test_bytes_per_token(loaded, ids):
     for start, stop in ((0, 2048), (2048, 4096), (4096, 4224), *((t, t + 16) for t in range(4224, 4352, 16))):
         model(ids[:, start:stop], past_key_values=cache, logits_to_keep=1)
     assert cache.lengths == [4352]
-    tensors = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors_of(cache)}
-    assert sum(tensors.values()) / 4352 <= 6200
-    assert cache.bytes_held <= sum(tensors.values()) + 64
+    assert bytes_of(cache) / 4352 <= 6200
+    assert cache.bytes_held <= bytes_of(cache) + 64
 
 
 MEMORY = """
 import ctypes, gc, os, sys, torch
 from transformers import DynamicCache
 from aurakv import models
+from aurakv.evaluation import builtin
 from aurakv.hf import attach
 
 def resident():
@@ -104,8 +106,8 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 model, tokenizer = models.load()
-ids = tokenizer(open(sys.argv[1]).read(), return_tensors="pt").input_ids
-make = (lambda: DynamicCache(config=model.config)) if sys.argv[2] == "none" else (lambda: attach(model, sys.argv[2]))
+ids = tokenizer(builtin(), return_tensors="pt").input_ids
+make = (lambda: DynamicCache(config=model.config)) if sys.argv[1] == "none" else (lambda: attach(model, sys.argv[1]))
 
 @torch.no_grad()
 def fill(tokens):
@@ -125,29 +127,10 @@ print(resident() - before)
 def test_no_full_precision_mirror_in_the_process():
     grown = {}
     for format in ("none", "k4v4"):
-        command = [sys.executable, "-c", MEMORY, str(Path(__file__).parent / "data" / "alice.txt"), format]
+        command = [sys.executable, "-c", MEMORY, format]
         run = subprocess.run(command, capture_output=True, text=True, timeout=900)
         assert run.returncode == 0, run.stderr
         grown[format] = int(run.stdout.splitlines()[-1])
     uncompressed = 46_080 * 4352
     assert grown["none"] > 0.9 * uncompressed, "the measurement does not see the cache"
     assert grown["k4v4"] < 6_200 * 4352 + 0.15 * uncompressed
-
-
-def _tensors_of(cache: AuraCache) -> list[torch.Tensor]:
-    """Every tensor that can be reached from the layers."""
-    found, seen, todo = [], set(), [layer.__dict__ for layer in cache.layers]
-    while todo:
-        thing = todo.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            found.append(thing)
-        elif isinstance(thing, dict):
-            todo += thing.values()
-        elif isinstance(thing, list | tuple | set):
-            todo += thing
-        elif hasattr(thing, "__dict__") and not isinstance(thing, type):
-            todo.append(thing.__dict__)
-    return found

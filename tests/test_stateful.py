@@ -64,6 +64,20 @@ class Ring:
         return set(range(max(0, start), stop)) <= set(self.slots.values())
 
 
+class First(Ring):
+    """Room for the first tokens alone."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.window, self.slots = count, 0, {}
+
+    def write(self, position: int) -> None:
+        if position < self.count:
+            self.slots[0, position] = position
+
+    def holds(self, start: int, stop: int) -> bool:
+        return True  # whatever is missing will be among the first tokens when it comes again
+
+
 class Sequence:
     """The model of a sequence: its tokens in order, and what its rings (its own, that of the exact tokens) hold."""
 
@@ -101,7 +115,7 @@ class Side:
         self.cache, self.max_tokens = cache, max_tokens
         kept, first, recent, rollback = cache._table.kept, cache.exact.first, cache.exact.recent, cache.exact.rollback
         ring = None if kept is None else Ring(cache.pool.page_size, *kept)
-        exact = Ring(16, max(recent, 1), first, 16, rollback) if first or recent else None
+        exact = Ring(16, recent, first, 16, rollback) if recent else First(first) if first else None
         self.model = [Sequence(ring, exact) for _ in range(cache.seqs)]
 
 
@@ -330,7 +344,10 @@ class Machine(RuleBasedStateMachine):
             lengths = [len(seq.tokens) for seq in side.model]
             assert side.cache.lengths == lengths
             assert side.cache.pages.data is side.cache.pool.data
+            first, recent = side.cache.exact[:2]
             for table in side.cache._tables:
+                if table is not side.cache._table and not recent:
+                    lengths = [min(first, length) for length in lengths]
                 assert table.pages.lengths.tolist() == table.lengths == lengths
                 assert table.pages.table.tolist() == table.rows
                 assert int(table.pages.overflow) == 0

@@ -183,8 +183,8 @@ class KVCache:
         bounds = self._bounds(starts, k.shape[0])
         self._refresh()
         self._make_room(bounds)
-        for table in self._tables:
-            self._append(table, k, v, bounds)
+        self._append(k, v, bounds)
+        self._append_exact(k, v, bounds)
 
     def append_codes(self, keys: Codes, values: Codes, starts: Starts = None) -> None:
         """Add tokens that already are encoded, for a cache without exact tokens."""
@@ -273,7 +273,7 @@ class KVCache:
         """Forget the tokens of a sequence from position `length` on."""
         self.check_truncate(seq, length)
         for table in self._tables:
-            table.truncate(seq, length)
+            table.truncate(seq, min(length, table.lengths[seq]))
 
     def check_truncate(self, seq: int, length: int) -> None:
         """Raise what `truncate` would raise and change nothing: for those who truncate several sequences or caches."""
@@ -306,9 +306,11 @@ class KVCache:
     def sync(self) -> None:
         """Read the lengths from the device, after a captured graph or compiled function appended to `pages`."""
         self._table.sync()
-        exact = self._exact_table
-        if exact is not None and exact.lengths != self._table.lengths:
-            self._table.lengths = list(exact.lengths)
+        exact, lengths = self._exact_table, self._table.lengths
+        held = self.exact.held(lengths)
+        if exact is not None and exact.lengths != held:
+            both = zip(lengths, held, exact.lengths, strict=True)
+            self._table.lengths = [length if h == e else e for length, h, e in both]
             self._table.publish()
             raise InputError(
                 "this cache keeps exact tokens, so tokens appended to its pages directly were dropped: use append"
@@ -330,21 +332,7 @@ class KVCache:
         return checks.bounds("starts", given, self.seqs, tokens)
 
     def _scoring(self, given: Scoring | None) -> Scoring:
-        """By default a ring's own window; the exact tokens are always the cache's own."""
-        kept = self._table.kept
-        scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
-        if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
-            raise InputError(
-                f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
-                f" got a window of {scoring.window} and {scoring.sinks} sinks"
-            )
-        if kept is not None and not scoring.causal:
-            raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
-        if scoring.first or scoring.recent or scoring.exact:
-            raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
-        if not self.exact.first and not self.exact.recent:
-            return scoring
-        return dataclasses.replace(scoring, first=self.exact.first, recent=self.exact.recent)
+        return own_scoring(given, self._table.kept, self.exact)
 
     def _check_queries(self, q: Tensor, call: _Call) -> None:
         checks.queries(q, self.pool.kv_heads, self.format.key.dim, self.pool.device)
@@ -367,21 +355,35 @@ class KVCache:
                     )
 
     def _make_room(self, bounds: list[int]) -> None:
-        for table in self._tables:  # the second has a growable pool and never refuses
-            table.make_room(bounds)
+        self._table.make_room(bounds)
+        exact = self._exact_table
+        if exact is not None:  # its pool grows and never refuses
+            counts = [len(rows) for rows in self.exact.taken(bounds, exact.lengths)]
+            exact.make_room([0, *itertools.accumulate(counts)])
 
-    def _append(self, table: Table, k: Tensor, v: Tensor, bounds: list[int]) -> None:
-        ops.append(table.pages, k, v, bounds, backend=self.backend)
-        table.advance(bounds)
+    def _append(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
+        ops.append(self.pages, k, v, bounds, backend=self.backend)
+        self._table.advance(bounds)
+
+    def _append_exact(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
+        exact = self._exact_table
+        if exact is None:
+            return
+        taken = self.exact.taken(bounds, exact.lengths)
+        piece = [0, *itertools.accumulate(len(rows) for rows in taken)]
+        if piece[-1] < k.shape[0]:
+            if not piece[-1]:  # the first tokens are complete
+                return
+            at = torch.tensor([row for rows in taken for row in rows], device=k.device)
+            k, v = k[at], v[at]
+        ops.append(exact.pages, k, v, piece, backend=self.backend)
+        exact.advance(piece)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call) -> Partial:
         exact = self._exact_table
-        self._append(self._table, k, v, bounds)
-        if exact is None:
-            return self._attend(q, bounds, call)
-        assert exact.kept is not None
-        if _longest(bounds) <= exact.kept.chunk:
-            self._append(exact, k, v, bounds)
+        self._append(k, v, bounds)
+        if exact is None or exact.kept is None or _longest(bounds) <= exact.kept.chunk:
+            self._append_exact(k, v, bounds)
             return self._attend(q, bounds, call)
         # Many new tokens: the exact ones are among those held so far and the new ones themselves.
         scoring, dtype = dataclasses.replace(call.scoring, exact=True), self.exact.dtype
@@ -391,7 +393,7 @@ class KVCache:
             ops.attend(q, exact.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend),
             ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
         )
-        self._append(exact, k, v, bounds)
+        self._append_exact(k, v, bounds)
         return _with_sink(merge(*parts), call)
 
     def _attend(self, q: Tensor, bounds: list[int], call: _Call) -> Partial:
@@ -410,6 +412,7 @@ class KVCache:
             table.pages,
             None if bounds == list(range(len(bounds))) else bounds,  # one query each: ops has that tensor ready
             call.scoring,
+            ends=None if table is self._table else self.pages.lengths,  # first tokens may be all that it has
             sink_logits=call.sink_logits,
             splits=call.splits,
             precision=call.precision,
@@ -424,6 +427,23 @@ class _Call(NamedTuple):
     sink_logits: Tensor | None
     splits: int | None
     precision: str
+
+
+def own_scoring(given: Scoring | None, kept: Kept | None, exact: Exact) -> Scoring:
+    """By default a ring's own window; the exact tokens are always the cache's own."""
+    scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
+    if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
+        raise InputError(
+            f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
+            f" got a window of {scoring.window} and {scoring.sinks} sinks"
+        )
+    if kept is not None and not scoring.causal:
+        raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
+    if scoring.first or scoring.recent or scoring.exact:
+        raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
+    if not exact.first and not exact.recent:
+        return scoring
+    return dataclasses.replace(scoring, first=exact.first, recent=exact.recent)
 
 
 def _with_sink(part: Partial, call: _Call) -> Partial:

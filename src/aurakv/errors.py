@@ -19,3 +19,7 @@ class CapacityError(AuraError, RuntimeError):
 
 class BackendError(AuraError, RuntimeError):
     """A backend that was asked for by name cannot run this."""
+
+
+class PeerError(AuraError, RuntimeError):
+    """Another process is gone, did not answer in time, or refused what this one sent."""

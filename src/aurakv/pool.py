@@ -70,14 +70,14 @@ class PagePool:
         offsets = sum(x.nbytes for x in (self.key_offset, self.value_offset) if x is not None)
         return self.data.untyped_storage().nbytes() + offsets
 
-    def need(self, pages: int) -> None:
-        """Make sure that this many pages can be taken, or refuse with nothing changed."""
+    def need(self, pages: int, spare: int = 0) -> None:
+        """Make sure that this many pages can be taken, or refuse with nothing changed. Growth adds spare ones."""
         missing = pages - len(self._free)
         if missing <= 0:
             return
         if not self.growable:
             raise CapacityError(f"the pool needs {pages} free pages, got {len(self._free)} of {self.num_pages}")
-        self._replace(self.page_size, self.num_pages + missing)
+        self._replace(self.page_size, self.num_pages + missing + spare)
 
     def take(self) -> int:
         page = self._free.pop()

@@ -35,8 +35,8 @@ class Kept(NamedTuple):
 class Table:
     """The page table of some sequences, on the host and as `pages` on the device.
 
-    kept: a ring; else max_width bounds the entries of a sequence (None: as many as needed). A growable pool without
-    `kept` makes a contiguous table: one page per sequence, which grows.
+    kept: a ring; else max_width bounds the entries of a sequence (None: as many as needed). A growable pool and a width
+    of 1 make a contiguous table: one page per sequence, which grows.
     """
 
     def __init__(self, pool: PagePool, seqs: int, max_width: int | None = None, kept: Kept | None = None) -> None:
@@ -59,7 +59,7 @@ class Table:
 
     @property
     def contiguous(self) -> bool:
-        return self.kept is None and self.pool.growable
+        return self.max_width == 1 and self.kept is None and self.pool.growable
 
     @property
     def bytes_held(self) -> int:
@@ -120,7 +120,8 @@ class Table:
         touched = [(seq, entry, page) for seq, entry, page in touched if page < 0 or self.pool.references(page) > 1]
         shared = Counter(page for _, _, page in touched if page >= 0)
         copies = sum(min(users, self.pool.references(page) - 1) for page, users in shared.items())
-        self.pool.need(len(touched) - shared.total() + copies)
+        growing = self.kept is None and self.pool.growable and not self.contiguous
+        self.pool.need(len(touched) - shared.total() + copies, self.pool.num_pages // GROWTH if growing else 0)
         for row in self.rows:
             row += [-1] * (width - len(row))
         for seq, entry, page in touched:
@@ -164,6 +165,18 @@ class Table:
     def lowered(self, length: int, highest: int) -> int:
         """`highest` after truncating: where nothing is left in the ring, what comes next is held from there on."""
         return length if length <= self.pinned * self.pool.page_size else min(highest, length + self.pages.wrap)
+
+    def page_at(self, seq: int, position: int) -> int:
+        """The page of the pool that holds a position."""
+        page = position // self.pool.page_size
+        if self.kept is not None and page >= self.pinned:
+            page = self.pinned + (page - self.pinned) % (len(self.rows[seq]) - self.pinned)
+        return self.rows[seq][page]
+
+    def place(self, seq: int, length: int, highest: int) -> None:
+        """Give a sequence that has its pages the tokens that somebody writes there."""
+        self.lengths[seq], self.highest[seq] = length, highest
+        self.publish()
 
     def reorder(self, index: list[int]) -> None:
         rows = [list(self.rows[seq]) for seq in index]

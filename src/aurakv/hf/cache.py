@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +13,26 @@ from transformers.cache_utils import Cache
 from .. import backends, checks
 from ..codec import Format
 from ..errors import InputError
+from ..policy import LayerPolicy, Policy, shipped
 from .attention import NAME, register
 from .layer import AuraLayer, Options, Shared
 from .support import head_dim, slots
 
-Formats = str | Callable[[int, int], str]
+Formats = str | Path | Policy | Callable[[int, int], str]
+FIRST = 4  # exact tokens unless a policy or a user says otherwise
 
 
 class AuraCache(Cache):  # type: ignore[misc]
     """Keys and values of all layers of a model at the formats asked for, e.g. "k4v4".
 
-    format: the name for all attention layers, or a function (layer, attention layers) -> name.
+    format: the name for all attention layers, or a function (layer, attention layers) -> name, or a policy: itself,
+        its .json file or the name of one that comes with the package.
     layers: other names for some attention layers, counted from 0 or, below 0, from the last; "k16v16" leaves a layer
         uncompressed, in the dtype of the model.
-    first, recent: so many first tokens of a sequence, and tokens before each query, are used uncompressed.
+    first, recent: so many first tokens of a sequence, and tokens before each query, are used uncompressed; by default
+        what the policy says, without one 4 and 0.
+    centre: without a policy, the first tokens that come (64 or more at once) give each layer its key offset and
+        balance, which stay until `reset`. A policy brings its own.
     rollback: how many tokens can be cropped where only a window is kept.
     """
 
@@ -35,29 +42,32 @@ class AuraCache(Cache):  # type: ignore[misc]
         format: Formats = "k4v4",
         *,
         layers: Mapping[int, str] | None = None,
-        first: int = 0,
-        recent: int = 0,
+        first: int | None = None,
+        recent: int | None = None,
+        centre: bool = True,
         rollback: int = 32,
         backend: str | None = None,
         precision: str = "fast",
     ) -> None:
+        policy = _policy(format)
+        first = (FIRST if policy is None else policy.first) if first is None else first
+        recent = (0 if policy is None else policy.recent) if recent is None else recent
         for name, number in (("first", first), ("recent", recent), ("rollback", rollback)):
             checks.whole(name, number, 0)
         checks.options(precision, None)
         if backend is not None:
             backends.why_not(backend)  # refuses a name that does not exist; layers find out whether it can run
-        planned = slots(config)
-        names = iter(_names(format, layers or {}, sum(slot.other is None for slot in planned)))
-        dim = head_dim(config)
-        shared, options = Shared(), Options(first, recent, rollback, backend, precision)
+        planned, dim = slots(config), head_dim(config)
+        policies = iter(_policies(format if policy is None else policy, layers or {}, config))
+        shared, options = Shared(), Options(first, recent, rollback, centre and policy is None, backend, precision)
         made: list[Any] = []
         for slot in planned:
             if slot.other is not None:
                 made.append(slot.other())
                 continue
-            name = next(names)
-            Format.parse(name, dim)  # refuse now what the first tokens would
-            made.append(AuraLayer(name, slot.window, options, shared))
+            layer = next(policies)
+            Format.parse(layer.format, dim)  # refuse now what the first tokens would
+            made.append(AuraLayer(layer, slot.window, options, shared))
         super().__init__(layers=made)
 
     @property
@@ -107,10 +117,26 @@ def attach(model: PreTrainedModel, format: Formats = "k4v4", **options: Any) -> 
     return cache
 
 
-def _names(format: Formats, layers: Mapping[int, str], count: int) -> list[str]:
-    names = [format if isinstance(format, str) else format(layer, count) for layer in range(count)]
+def _policy(format: Formats) -> Policy | None:
+    if isinstance(format, Policy):
+        return format
+    if isinstance(format, Path) or (isinstance(format, str) and (format.endswith(".json") or format in shipped())):
+        return Policy.load(format)
+    return None
+
+
+def _policies(format: Formats, layers: Mapping[int, str], config: PreTrainedConfig) -> list[LayerPolicy]:
+    """What each attention layer gets; `layers` changes formats only."""
+    count = sum(slot.other is None for slot in slots(config))
+    if isinstance(format, Policy):
+        text = config.get_text_config(decoder=True)
+        format.check_model(count, getattr(text, "num_key_value_heads", None), head_dim(config))
+        made = list(format.layers)
+    else:
+        named = [format(layer, count) if callable(format) else str(format) for layer in range(count)]
+        made = [LayerPolicy(name) for name in named]
     for layer, name in layers.items():
         if not isinstance(layer, int) or not -count <= layer < count:
             raise InputError(f"this model has attention layers 0 … {count - 1} (or −{count} … −1), got {layer}")
-        names[layer] = name
-    return names
+        made[layer] = made[layer].with_format(name, head_dim(config))
+    return made

@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache import KVCache
+from ..calibrate import measured
 from ..codec import Codec, Format
 from ..errors import InputError
 from ..exact import Exact
 from ..ops import decode, encode
+from ..policy import LayerPolicy
 from ..scoring import Scoring
 from .columns import Columns
 
@@ -38,6 +40,7 @@ class Options(NamedTuple):
     first: int
     recent: int
     rollback: int
+    centre: bool  # layers without a policy take their offset and balance from the first tokens they get
     backend: str | None
     precision: str
 
@@ -80,11 +83,12 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False  # `generate` does not compile by itself; the forward of a model can be compiled
     is_croppable = True
 
-    def __init__(self, format: str, window: int | None, options: Options, shared: Shared) -> None:
+    def __init__(self, policy: LayerPolicy, window: int | None, options: Options, shared: Shared) -> None:
         super().__init__()
-        self.format, self.window, self.options, self.shared = format, window, options, shared
+        self.policy, self.window, self.options, self.shared = policy, window, options, shared
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
+        self.balance: tuple[Tensor, Tensor] | None = None  # what keys and queries are multiplied by
         self.columns = Columns(0)
         self.pending: Step | None = None
         self.token = _enrol(self)
@@ -96,26 +100,40 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         clone.token = _enrol(clone)
         return clone
 
+    @property
+    def format(self) -> str:
+        return self.policy.format
+
     def __repr__(self) -> str:
         return f"AuraLayer({self.format}" + (")" if self.window is None else f", window={self.window})")
 
     # what transformers asks
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(
+        self, key_states: Tensor, value_states: Tensor, q: Tensor | None = None, real: Tensor | None = None
+    ) -> None:
         seqs, kv_heads, _, key_dim = key_states.shape
-        first, recent, rollback, backend, _ = self.options
+        first, recent, rollback, centre, backend, _ = self.options
         device = key_states.device
         dtype = torch.float32 if key_states.dtype == torch.float64 else key_states.dtype  # the widest that is stored
-        format = Format.parse(self.format, (key_dim, value_states.shape[3]), dtype)
+        format = Format.parse(self.policy.format, (key_dim, value_states.shape[3]), dtype)
         exact = None
         if (first or recent) and (format.key.coded or format.value.coded):
             exact = Exact(first, recent, dtype, rollback)
+        policy = self.policy
+        if centre and format.key.coded:
+            policy = measured(policy.format, key_states, q, real)
+        options: dict[str, Any] = {"device": device, "exact": exact, "backend": backend}
+        for name in ("key_offset", "value_offset"):
+            offset = getattr(policy, name)
+            options[name] = None if offset is None else offset.to(device)
         if self.window is None:
-            self.cache = KVCache.contiguous(format, seqs, kv_heads, device=device, exact=exact, backend=backend)
+            self.cache = KVCache.contiguous(format, seqs, kv_heads, **options)
         else:
-            self.cache = KVCache.ring(
-                format, seqs, kv_heads, self.window, device=device, rollback=rollback, exact=exact, backend=backend
-            )
+            self.cache = KVCache.ring(format, seqs, kv_heads, self.window, rollback=rollback, **options)
+        if policy.balance is not None:
+            keys = policy.balance.to(device)[:, None]  # [kv_heads, 1, dim]
+            self.balance = keys.to(key_states.dtype), (1 / keys)[:, None].to(key_states.dtype)
         self.columns = Columns(seqs)
         self.dtype, self.device, self.is_initialized = key_states.dtype, device, True
 
@@ -140,6 +158,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.cache, self.columns, self.pending, self.is_initialized = None, Columns(0), None, False
+        self.balance = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last −n columns; a positive number is the count of columns to keep."""
@@ -188,7 +207,8 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def bytes_held(self) -> int:
-        return 0 if self.cache is None else self.cache.bytes_held + self.columns.bytes_held
+        balance = sum(x.nbytes for x in self.balance or ())
+        return 0 if self.cache is None else self.cache.bytes_held + self.columns.bytes_held + balance
 
     # attention
 
@@ -205,9 +225,12 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         """Append new tokens k, v [seqs, kv_heads, t, dim] and attend with their queries: [seqs, t, heads, dim]."""
         self.pending = None
         scoring = Scoring(scale, window=self.window, softcap=softcap)
-        cache = self._ready(k, v)
+        cache = self._ready(k, v, q, reach)
         seqs, heads, count, _ = q.shape
         real = self.shared.real(reach, self, count)
+        if self.balance is not None:
+            k = k * self.balance[0]
+            q = (q.unflatten(1, (k.shape[1], -1)) * self.balance[1]).flatten(1, 2)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [seqs · t, heads, dim]
         if real is None:
             starts = [seq * count for seq in range(seqs + 1)]
@@ -234,6 +257,9 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         count = k.shape[2]
         length, offset = self.get_mask_sizes(count)
         past = self.columns.total - offset
+        pool = cache.pool
+        if self.balance is not None:
+            k = k * self.balance[0]
         dense = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
         for seq, tokens in enumerate(cache.lengths):
             last = tokens + count - 1
@@ -243,13 +269,15 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             stored = cache.decode(seq, k.dtype, query=last)
             new = torch.arange(tokens, tokens + count, device=k.device)
             exact = cache.exact.seen(new, last)[:, None]
-            for x, old, fresh, codec in zip(dense, stored, (k, v), (cache.format.key, cache.format.value), strict=True):
+            sides = (cache.format.key, pool.key_offset), (cache.format.value, pool.value_offset)
+            for x, old, fresh, side in zip(dense, stored, (k, v), sides, strict=True):
                 x[seq, :, at] = old[held].transpose(0, 1)
-                x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], codec, cache.backend))
+                x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], *side, cache.backend))
         self._append(cache, k, v)
-        return dense[0], dense[1]
+        return dense[0] if self.balance is None else dense[0] / self.balance[0], dense[1]
 
     def _append(self, cache: KVCache, k: Tensor, v: Tensor) -> None:
+        """All tokens are real; keys are balanced."""
         seqs, _, count, _ = k.shape
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
         cache.append(k, v, [seq * count for seq in range(seqs + 1)])
@@ -258,12 +286,14 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     def _settle(self) -> None:
         """Append the tokens of an update that no attention function used."""
         if self.pending is not None:
-            step, self.pending = self.pending, None
-            self._append(self._ready(*step.new), *step.new)
+            (k, v), self.pending = self.pending.new, None
+            cache = self._ready(k, v)
+            self._append(cache, k if self.balance is None else k * self.balance[0], v)
 
-    def _ready(self, k: Tensor, v: Tensor) -> KVCache:
+    def _ready(self, k: Tensor, v: Tensor, q: Tensor | None = None, reach: Tensor | None = None) -> KVCache:
         if self.cache is None:
-            self.lazy_initialization(k, v)
+            real = None if reach is None or reach.shape[1] != k.shape[2] else reach > 0
+            self.lazy_initialization(k, v, q, real)
         assert self.cache is not None
         if k.shape[0] != self.columns.seqs:
             raise InputError(f"this cache holds {self.columns.seqs} sequences, got a batch of {k.shape[0]}")
@@ -380,7 +410,7 @@ def _read_reach(reach: Tensor, layer: AuraLayer, count: int) -> tuple[int, Tenso
     return int(read[:, 1:].max()), None if bool(real.all()) else real
 
 
-def _round_trip(x: Tensor, codec: Codec, backend: str | None) -> Tensor:
+def _round_trip(x: Tensor, codec: Codec, offset: Tensor | None, backend: str | None) -> Tensor:
     """What [kv_heads, t, dim] becomes when it is stored."""
-    rows = x.transpose(0, 1)
-    return decode(encode(rows, codec, backend=backend), codec, dtype=x.dtype, backend=backend).transpose(0, 1)
+    codes = encode(x.transpose(0, 1), codec, offset, backend=backend)
+    return decode(codes, codec, offset, dtype=x.dtype, backend=backend).transpose(0, 1)

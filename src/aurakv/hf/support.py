@@ -22,6 +22,14 @@ class Slot(NamedTuple):
     other: Callable[[], Any] | None  # makes the cache layer that transformers uses; None: it is ours
 
 
+class Shape(NamedTuple):
+    """What one attention layer stores per token, as the config says."""
+
+    kv_heads: int
+    head_dim: tuple[int, int]  # of keys and of values
+    window: int | None
+
+
 def slots(config: PreTrainedConfig) -> list[Slot]:
     """The layers of a decoder; refuses models whose cache does not hold one key and one value per token and head."""
     name = getattr(config, "model_type", type(config).__name__)
@@ -53,8 +61,34 @@ def slots(config: PreTrainedConfig) -> list[Slot]:
 
 def head_dim(config: PreTrainedConfig) -> int:
     """What the config says; layers take the true dimension from the tensors they get."""
+    return _dims(config.get_text_config(decoder=True))[0]
+
+
+def shapes(config: PreTrainedConfig) -> list[Shape | None]:
+    """The layers of a decoder; None for those that stay as transformers makes them."""
+    planned = slots(config)
     config = config.get_text_config(decoder=True)
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = getattr(config, "per_layer_config", None) or [config] * len(planned)  # one for all before 5.17
+    return [
+        None if slot.other is not None else Shape(_kv_heads(layer), _dims(layer), slot.window)
+        for slot, layer in zip(planned, layers, strict=True)
+    ]
+
+
+def _kv_heads(config: PreTrainedConfig) -> int:
+    heads = getattr(config, "num_key_value_heads", None)
+    if (
+        heads is None
+        and getattr(config, "multi_query", False)
+        and not getattr(config, "new_decoder_architecture", False)
+    ):
+        return 1
+    return heads or getattr(config, "num_kv_heads", None) or config.num_attention_heads
+
+
+def _dims(config: PreTrainedConfig) -> tuple[int, int]:
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dim, getattr(config, "v_head_dim", None) or dim
 
 
 def _slot(kind: str, extra: dict[str, Any]) -> Slot:

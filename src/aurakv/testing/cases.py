@@ -113,6 +113,8 @@ def _special() -> list[Case]:
         Case("exact-first-recent", exact=(4, 12), storage="paged"),
         Case("exact-recent-prefill", exact=(0, 20), phase="prefill"),
         Case("exact-first-only", exact=(6, 0), phase="verify"),
+        Case("exact-first-offset", exact=(4, 0), offset=True, storage="paged", phase="mixed", softcap=6.0),
+        Case("exact-first-ring", exact=(4, 0), storage="ring", window=11, sinks=2, phase="long", offset=True),
         Case("exact-ring", exact=(3, 9), storage="ring", sinks=5, phase="long", sink_logits="normal"),
         Case("exact-cap-logits-offset", exact=(2, 7), softcap=4.0, sink_logits="normal", offset=True),
         Case("offset", offset=True),

@@ -1,0 +1,63 @@
+"""The command `aurakv`: one file per command, each with `add(subparsers)` and `run(args)`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..errors import AuraError
+from . import bench, demo, eval, frame, generate, info, plan
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+COMMANDS: tuple[ModuleType, ...] = (demo, generate, eval, bench, plan, info)  # in the order of --help
+
+_EXTRAS = {"rich": "cli", "matplotlib": "cli", "safetensors": "files", "triton": "gpu"}
+_EXTRAS |= dict.fromkeys(("transformers", "tokenizers", "accelerate", "gguf", "huggingface_hub"), "hf")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = frame.Parser(
+        prog="aurakv",
+        description="A KV cache at 2-8 bits per coordinate, with attention computed directly on the packed codes.",
+        epilog="aurakv COMMAND --help explains a command and shows examples.",
+    )
+    made.add_argument("--version", action="version", version=f"aurakv {__version__}")
+    subparsers = made.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    for command in COMMANDS:
+        command.add(subparsers)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code. What a user can do something about is one sentence on stderr and the code 2."""
+    args = parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except AuraError as error:
+        return _fail(args, str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        return _fail(args, f'this needs the package {package}: pip install "aurakv[{_EXTRAS[package]}]"')
+    except BrokenPipeError:  # the reader of a pipe has gone, which is no error; do not let the exit flush into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(args, f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def _fail(args: argparse.Namespace, sentence: str) -> int:
+    print(f"aurakv {args.command}: {' '.join(sentence.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,177 @@
+"""aurakv demo: one long prompt with the uncompressed cache and with compressed ones, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..bench import machine, model
+from ..errors import InputError
+from . import demo_plot, frame, loading
+
+if TYPE_CHECKING:
+    from ..evaluation import Row
+
+FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
+CHUNK = 256  # tokens that are read at a time
+QUESTION = "What did Alice find on the little glass table, and what did she do with it?"
+
+
+def add(subparsers: Any) -> None:
+    parser = frame.command(
+        subparsers,
+        "demo",
+        run,
+        "compare the compressed caches with the uncompressed one on a real model",
+        "A model reads a long text and answers a question about it, with the uncompressed cache and with each format.\n"
+        "Shown for each: the bytes that the cache holds, counted from its tensors; tokens/s of decoding, the caches\n"
+        "taking turns token by token; the answers; and over all tokens of the prompt, which read the compressed\n"
+        "history, how far the predictions are from those of the uncompressed model (mean KL divergence in nats) and\n"
+        "how often both find the same token most likely. Saves a picture.",
+        [
+            "aurakv demo",
+            "aurakv demo --format k8v4,k4v4 --tokens 2K --picture demo.png",
+            'aurakv demo --model path/to/model --file report.txt --question "What is the conclusion?"',
+        ],
+    )
+    parser.add_argument("--format", type=frame.names, default=FORMATS, metavar="LIST",
+                        help=f"formats, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
+    parser.add_argument("--tokens", type=frame.tokens, default=4352, help="of the prompt (default 4352)")
+    parser.add_argument("--answer", type=frame.tokens, default=48, help="tokens to generate (default 48)")
+    parser.add_argument("--file", type=Path, help="a text to read (default two chapters of Alice in Wonderland)")
+    parser.add_argument("--question", default=QUESTION, help="what to ask about the text")
+    parser.add_argument("--picture", type=Path, default=Path("aurakv-demo.png"), metavar="FILE",
+                        help="where to save the picture (default aurakv-demo.png)")  # fmt: skip
+    loading.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..evaluation.tensors import bytes_of
+    from ..hf.choose import UNCOMPRESSED
+
+    screen = frame.Screen(args)
+    if UNCOMPRESSED in args.format or len(set(args.format)) < len(args.format):
+        raise InputError(f"--format must name compressed formats, each once, got {','.join(args.format)}")
+    frame.picture(args.picture)
+    loaded = loading.load(args, screen)
+    ids = _prompt(args, loaded)
+    rows, runs = _read(args, loaded, ids, screen)
+    with screen.progress("decoding", args.answer * len(runs)) as step:
+        model.decode(runs, args.answer, step)
+    results = []
+    base = runs[0]
+    for row, run in zip(rows, runs, strict=True):
+        results.append(
+            {
+                "cache": row.name,
+                "bytes": bytes_of(run.cache),
+                "bytes_per_token": bytes_of(run.cache) / run.cache.get_seq_length(),
+                "tokens_per_second": run.tokens_per_second,
+                "times_faster": run.tokens_per_second / base.tokens_per_second,
+                "kl": row.kl,
+                "top1": row.top1,
+                "perplexity": row.perplexity,
+                "tokens_from_codes": row.tokens_from_codes,
+                "same_tokens": _common(base.tokens, run.tokens),
+                "text": _text(loaded.tokenizer, run.tokens),
+            }
+        )
+    facts = {"model": loaded.name, "prompt_tokens": ids.shape[1], "dtype": str(loaded.model.dtype).split(".")[1],
+             **machine.facts(loaded.device)}  # fmt: skip
+    demo_plot.save(results, facts, args.picture)
+    _show(screen, results, facts, args.answer)
+    screen.say(f"picture: {args.picture}")
+    screen.result({**facts, "question": args.question, "rows": results, "picture": str(args.picture)})
+
+
+def _prompt(args: argparse.Namespace, loaded: loading.Loaded) -> torch.Tensor:
+    """The text, cut so that prompt and question have as many tokens as asked for, then the question."""
+    from ..evaluation import texts
+
+    tokenizer = loaded.tokenizer
+    text = texts.builtin() if args.file is None else frame.read_text(args.file)
+    if loaded.longest is not None and args.tokens + args.answer > loaded.longest:
+        raise InputError(f"--tokens and --answer must stay within the {loaded.longest:,} tokens of this model")
+    words = tokenizer(text, add_special_tokens=False)["input_ids"]
+    before, after = _around(tokenizer, args.question)
+    room = args.tokens - len(before) - len(after)
+    if not 0 < room <= len(words):
+        raise InputError(
+            f"--tokens must be from {args.tokens - room + 1:,} to {args.tokens - room + len(words):,} with this text"
+            f" and question, got {args.tokens:,}"
+        )
+    return torch.tensor([[*before, *words[:room], *after]])
+
+
+def _around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
+    """What comes before and after the text: the chat template where there is one."""
+    mark = "\u241e"
+    asked = f"{mark}\n\n{question}"
+    if getattr(tokenizer, "chat_template", None) is not None:
+        turns = [{"role": "user", "content": asked}]
+        asked = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    before, _, after = asked.partition(mark)
+    first, last = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+    return first, last
+
+
+def _read(
+    args: argparse.Namespace, loaded: loading.Loaded, ids: torch.Tensor, screen: frame.Screen
+) -> tuple[list[Row], list[model.Run]]:
+    """Let all caches read the prompt, comparing the predictions on the way; they hold it afterwards."""
+    from ..evaluation import compare
+    from ..hf.choose import UNCOMPRESSED, choose
+
+    made: dict[str, model.Run] = {}
+
+    def maker(name: str) -> Any:
+        def make() -> Any:
+            cache = choose(loaded.model, name)
+            made[name] = model.Run(name, loaded.model, cache, loaded.model.config._attn_implementation)
+            return cache
+
+        return make
+
+    names = [UNCOMPRESSED, *args.format]
+    makers = {name: maker(name) for name in names}
+    passes = (len(names) + 1) * -(-ids.shape[1] // CHUNK)
+    with screen.progress(f"reading {ids.shape[1]:,} tokens", passes) as step:
+        _, *rows = compare(loaded.model, ids, makers, chunk=CHUNK, progress=lambda done, total: step())
+    for run in made.values():
+        run.cache.crop(-1)  # the last token is where decoding begins
+        run.prefill(ids)
+    return rows, [made[name] for name in names]
+
+
+def _show(screen: frame.Screen, results: list[dict[str, Any]], facts: dict[str, Any], answer: int) -> None:
+    base = results[0]
+    screen.say(
+        f"{facts['model']} ({facts['dtype']}) with a prompt of {facts['prompt_tokens']:,} tokens, on {facts['device']},"
+        f" {facts['threads']} threads"
+    )
+    screen.table(
+        "",
+        ["cache", ">held", ">bytes a token", ">smaller", ">tokens/s", ">faster", ">KL", ">same top choice"],
+        [(r["cache"], frame.bytes_text(r["bytes"]), f"{r['bytes_per_token']:,.0f}",
+          f"{base['bytes'] / r['bytes']:.2f}x", f"{r['tokens_per_second']:.1f}", f"{r['times_faster']:.2f}x",
+          f"{r['kl']:.4f}" if r is not base else "", f"{r['top1']:.1%}" if r is not base else "") for r in results],
+    )  # fmt: skip
+    screen.table(
+        f"the first {answer} tokens of the answers",
+        ["cache", "text", ">first tokens like uncompressed"],
+        [(r["cache"], r["text"], "" if r is base else str(r["same_tokens"])) for r in results],
+    )
+
+
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    """What was said up to the end of the answer."""
+    end = tokenizer.eos_token_id
+    tokens = tokens[: tokens.index(end)] if end in tokens else tokens
+    return " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split())
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

@@ -1,0 +1,70 @@
+"""The picture of `aurakv demo`: bytes, speed and agreement of each cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..bench.plot import COLOURS, INK, MUTED, RIVAL, figure
+from . import frame
+
+
+def save(results: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:
+    base, rows = results[0], list(results)[::-1]  # bars count from below
+    made, axes = figure(10, 1.9 + 0.42 * len(rows), 3)
+    colours = [RIVAL if row is base else COLOURS[0] for row in rows]
+    names = ["uncompressed" if row is base else row["cache"] for row in rows]
+    panels = (
+        ("Bytes the cache holds", [row["bytes"] for row in rows], lambda r: _times(r, base, "bytes", "smaller")),
+        ("Decoding, tokens/s", [row["tokens_per_second"] for row in rows], _speed),
+        (
+            "Same top choice as uncompressed",
+            [row["top1"] for row in rows],
+            lambda r: "" if r is base else _agreement(r),
+        ),
+    )
+    for axis, (title, lengths, label) in zip(axes, panels, strict=True):
+        axis.barh(names, lengths, color=colours, height=0.62)
+        axis.set_title(title, loc="left", fontsize=11, color=INK)
+        axis.set_xticks([])
+        axis.spines[["left", "bottom"]].set_visible(False)
+        axis.tick_params(length=0, labelsize=11)
+        axis.set_xlim(0, max(lengths) * 1.02)
+        for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            _label(axis, at, length, max(lengths), label(row))
+    for axis in axes[1:]:
+        axis.set_yticklabels([])
+    made.suptitle(
+        f"{facts['model']} after {facts['prompt_tokens']:,} tokens of context", x=0.01, ha="left", fontsize=13,
+        fontweight="bold", color=INK,
+    )  # fmt: skip
+    versions = facts["versions"]
+    made.supxlabel(
+        f"aurakv demo · {facts['device']}, {facts['threads']} threads, {facts['dtype']} · torch {versions['torch']},"
+        f" transformers {versions['transformers']}", x=0.01, ha="left", fontsize=8.5, color=MUTED,
+    )  # fmt: skip
+    made.savefig(path)
+
+
+def _label(axis: Any, at: int, length: float, longest: float, text: str) -> None:
+    """Inside a long bar, behind a short one."""
+    inside = length > 0.62 * longest
+    axis.annotate(
+        text, (length, at), xytext=(-6 if inside else 6, 0), textcoords="offset points", va="center", fontsize=10,
+        ha="right" if inside else "left", color="white" if inside else INK,
+    )  # fmt: skip
+
+
+def _times(row: dict[str, Any], base: dict[str, Any], name: str, word: str) -> str:
+    held = frame.bytes_text(row[name])
+    return held if row is base else f"{held}, {base[name] / row[name]:.1f}x {word}"
+
+
+def _speed(row: dict[str, Any]) -> str:
+    times = "" if row["times_faster"] == 1 else f", {row['times_faster']:.2f}x"
+    return f"{row['tokens_per_second']:.1f}{times}"
+
+
+def _agreement(row: dict[str, Any]) -> str:
+    return f"{row['top1']:.1%}, KL {row['kl']:.2g}"

@@ -1,0 +1,250 @@
+"""aurakv eval: what compression does to a model on real text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..bench import machine
+from ..errors import InputError
+from . import eval_plot, frame, loading
+
+if TYPE_CHECKING:
+    from ..evaluation.results import Results
+
+FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
+BUILTIN = "alice (built in)"
+PLAIN = "plain:"
+GROUP = 4  # caches that share one run of the uncompressed model; their rows are saved together
+CHUNK = 256  # tokens at a time: what an AuraCache computes does not depend on it
+RIVAL_CHUNK = 64  # quantised caches of transformers then see as many unquantised tokens as in decoding, on average
+NEEDLES = (1024, 2048, 4096, 8192)
+
+
+def add(subparsers: Any) -> None:
+    parser = frame.command(
+        subparsers,
+        "eval",
+        run,
+        "measure the loss of each format on real text",
+        "The text goes through the model in chunks, and each token reads the compressed history, as in decoding.\n"
+        "For each format: perplexity, mean KL divergence from the uncompressed model in nats, how often both\n"
+        "find the same token most likely, bytes per token counted from the tensors held, and how many tokens were\n"
+        "read from codes. A format is a name such as k4v4, a policy (its name or .json file), or plain:k4v4: codes\n"
+        "alone, without exact tokens and centred keys.",
+        [
+            "aurakv eval",
+            "aurakv eval --text report.txt --tokens 4K --formats k8v4,k4v4,plain:k4v4 --plot quality.png",
+            "aurakv eval --rivals --needle --resume quality.json",
+            "aurakv eval --resume quality.json --plot quality.png --formats k4v4  # go on, or draw again",
+        ],
+    )
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE",
+                        help="text files (default two chapters of Alice in Wonderland)")  # fmt: skip
+    parser.add_argument("--tokens", type=frame.tokens, default=2048, help="of each text (default 2048)")
+    parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
+                        help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
+    parser.add_argument("--every", type=frame.count, default=1,
+                        help="compare each n-th prediction only, to save time (default 1)")  # fmt: skip
+    parser.add_argument("--rivals", action="store_true",
+                        help="also transformers' quantised caches (if installed) and vLLM's (simulated)")  # fmt: skip
+    parser.add_argument("--needle", action="store_true",
+                        help="also hide five facts in the text and ask for each, at 1K to 8K tokens")  # fmt: skip
+    parser.add_argument("--lengths", type=_lengths, default=list(NEEDLES), metavar="LIST",
+                        help="of texts with needles (default 1K,2K,4K,8K, as far as model and text go)")  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="save a picture of KL against bytes")
+    parser.add_argument("--resume", type=Path, metavar="FILE",
+                        help="write rows to this file as they finish, and measure only what is not in it")  # fmt: skip
+    loading.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..evaluation import rivals, texts
+    from ..evaluation.results import Results
+
+    screen = frame.Screen(args)
+    if len(set(args.formats)) < len(args.formats):
+        raise InputError(f"--formats must name each format once, got {','.join(args.formats)}")
+    if args.plot is not None:
+        frame.picture(args.plot)
+    read = {path.stem: texts.read(path) for path in args.text} if args.text else {BUILTIN: texts.builtin()}
+    if args.text and len(read) < len(args.text):
+        raise InputError("--text must name files with different names")
+    results = Results(args.resume)
+    names = list(args.formats)
+    if args.rivals:
+        refused = {name: rivals.why_not(name) for name in rivals.names()}
+        names += [name for name, reason in refused.items() if reason is None and name not in names]
+        for reason in filter(None, refused.values()):
+            screen.note(reason)
+    loaded = loading.load(args, screen)
+    loaded = loaded._replace(name=Path(loaded.name).name)  # results do not depend on where a model lies
+    makers = {name: maker(name, loaded.model.config) for name in names}
+    results.facts = {
+        "model": loaded.name,
+        "dtype": str(loaded.model.dtype).split(".")[1],
+        "formats": names,
+        **machine.facts(loaded.device),
+    }
+    work = Work(args, screen, loaded, results, makers)
+    rows = [row for name, text in read.items() for row in work.measure(name, text)]
+    needles = [row for name, text in read.items() for row in work.search(name, text)] if args.needle else []
+    _show(screen, rows, needles)
+    if args.plot is not None:
+        eval_plot.save({loaded.name: rows}, args.plot)
+        screen.say(f"picture: {args.plot}")
+    screen.result({**results.facts, "rows": rows, "needles": needles, "picture": args.plot and str(args.plot)})
+
+
+def maker(name: str, config: Any) -> Callable[[], Any]:
+    """What makes the cache of a name: a rival, codes alone, or whatever AuraCache makes of it. It is tried once."""
+    from ..evaluation import rivals
+    from ..hf import AuraCache
+
+    if name in rivals.names():
+        make: Callable[[], Any] = lambda: rivals.make(name, config)  # noqa: E731
+    elif name.startswith(PLAIN):
+        make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0, centre=False)  # noqa: E731
+    else:
+        make = lambda: AuraCache(config, name)  # noqa: E731
+    make()
+    return make
+
+
+@dataclasses.dataclass
+class Work:
+    """One evaluation: it measures what its results do not have yet."""
+
+    args: argparse.Namespace
+    screen: frame.Screen
+    loaded: loading.Loaded
+    results: Results
+    makers: dict[str, Callable[[], Any]]
+
+    def measure(self, text_name: str, text: str) -> list[dict[str, Any]]:
+        """The rows of a text, the uncompressed model first."""
+        from ..evaluation import compare, ids_of, rivals
+        from ..evaluation.measure import REFERENCE
+        from ..evaluation.results import text_key
+
+        model = self.loaded.model
+        ids = ids_of(text, self.loaded.tokenizer, model.config, self._within(self.args.tokens))
+        shared = {"kind": "text", "model": self.loaded.name, "dtype": str(model.dtype), "text": text_name,
+                  "ids": text_key(ids), "tokens": ids.shape[1], "every": self.args.every}  # fmt: skip
+        keys = {name: {**shared, "format": name} for name in (REFERENCE, *self.makers)}
+        missing = [name for name in self.makers if self.results.find(keys[name]) is None]
+        for chunk, group in _groups(missing, rivals.names()):
+            passes = (len(group) + 1) * -(-ids.shape[1] // chunk)
+            with self.screen.progress(f"{text_name}: {', '.join(group)}", passes) as step:
+                chosen = {name: self.makers[name] for name in group}
+                rows = compare(
+                    model,
+                    ids,
+                    chosen,
+                    chunk=chunk,
+                    every=self.args.every,
+                    progress=_each(step),
+                )
+            for row in rows:
+                self.results.add(keys[row.name], {**dataclasses.asdict(row), "chunk": chunk})
+            self.results.save()
+        found = {name: self.results.find(key) for name, key in keys.items()}
+        return [{"text": text_name, **row} for row in found.values() if row is not None]
+
+    def search(self, text_name: str, text: str) -> list[dict[str, Any]]:
+        """The needles of a text in all lengths that model and text allow."""
+        from ..evaluation import ids_of
+        from ..evaluation.measure import REFERENCE
+        from ..evaluation.needle import search
+        from ..evaluation.results import text_key
+
+        model, rows = self.loaded.model, []
+        whole = ids_of(text, self.loaded.tokenizer, model.config)
+        for tokens in self.args.lengths:
+            if tokens > whole.shape[1] or tokens + 64 > (
+                self.loaded.longest or tokens + 64
+            ):  # the question comes after
+                self.screen.note(f"{text_name}: no needles at {tokens:,} tokens, which text or model does not have")
+                continue
+            shared = {"kind": "needle", "model": self.loaded.name, "dtype": str(model.dtype), "text": text_name,
+                      "ids": text_key(whole[:, :tokens]), "tokens": tokens}  # fmt: skip
+            keys = {name: {**shared, "format": name} for name in (REFERENCE, *self.makers)}
+            missing = [name for name in self.makers if self.results.find(keys[name]) is None]
+            for _, group in _groups(missing, ()):
+                with self.screen.progress(f"{text_name}: needles in {tokens:,} tokens", len(group) + 1) as step:
+                    found = search(
+                        model,
+                        self.loaded.tokenizer,
+                        text,
+                        {name: self.makers[name] for name in group},
+                        tokens=tokens,
+                        chunk=RIVAL_CHUNK if self.args.rivals else CHUNK,
+                        progress=_each(step),
+                    )
+                for name, needles in itertools.groupby(found, key=lambda needle: needle.name):
+                    listed = [dataclasses.asdict(needle) for needle in needles]
+                    self.results.add(keys[name], {"name": name, "needles": listed})
+                self.results.save()
+            for key in keys.values():
+                row = self.results.find(key)
+                if row is not None:
+                    rows += [{"text": text_name, **needle} for needle in row["needles"]]
+        return rows
+
+    def _within(self, tokens: int) -> int:
+        longest = self.loaded.longest
+        if longest is not None and tokens > longest:
+            raise InputError(f"--tokens must stay within the {longest:,} tokens of this model, got {tokens:,}")
+        return tokens
+
+
+def _groups(names: Sequence[str], others: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """(chunk, names) that run side by side."""
+    for chunk, chosen in (
+        (CHUNK, [n for n in names if n not in others]),
+        (RIVAL_CHUNK, [n for n in names if n in others]),
+    ):
+        for start in range(0, len(chosen), GROUP):
+            yield chunk, chosen[start : start + GROUP]
+
+
+def _each(step: Callable[..., None]) -> Callable[[int, int], None]:
+    return lambda done, total: step()
+
+
+def _lengths(text: str) -> list[int]:
+    return [frame.tokens(part) for part in text.split(",")]
+
+
+def _show(screen: frame.Screen, rows: Sequence[dict[str, Any]], needles: Sequence[dict[str, Any]]) -> None:
+    columns = (">perplexity", ">change", ">KL", ">same top choice", ">bytes/token", ">tokens from codes", ">seconds")
+    for text, group in itertools.groupby(rows, key=lambda row: row["text"]):
+        listed = list(group)
+        base = listed[0]["perplexity"]
+        cells = [
+            (
+                row["name"],
+                f"{row['perplexity']:.3f}",
+                f"{row['perplexity'] / base - 1:+.2%}",
+                f"{row['kl']:.5f}",
+                f"{row['top1']:.2%}",
+                f"{row['bytes_per_token']:,.0f}",
+                f"{row['tokens_from_codes']:,} ({row['reads_from_codes']:.0%} of reads)",
+                f"{row['seconds']:.1f}",
+            )
+            for row in listed
+        ]
+        screen.table(f"{text}, {listed[0]['tokens']:,} tokens", ("cache", *columns), cells)
+    for (text, tokens), found in itertools.groupby(needles, key=lambda row: (row["text"], row["tokens"])):
+        needle_cells = []
+        for name, each in itertools.groupby(found, key=lambda row: row["name"]):
+            mine = list(each)
+            marks = ", ".join(f"{row['depth']:.0%}" for row in mine if row["found"]) or "none"
+            mean = sum(row["nll"] for row in mine) / len(mine)
+            needle_cells.append((name, f"{sum(row['found'] for row in mine)} of {len(mine)}", f"{mean:.3f}", marks))
+        heading = ("cache", ">found", ">nats per token of the answer", "at depths")
+        screen.table(f"{text}, needles in {tokens:,} tokens", heading, needle_cells)

@@ -1,0 +1,100 @@
+"""The picture of `aurakv eval`: the loss of each cache against its bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..bench.plot import COLOURS, GRID, INK, MUTED, RIVAL, figure
+
+_KINDS = {  # of caches: colour, mark, what the legend says
+    "format": (COLOURS[0], "o", "aurakv"),
+    "policy": (COLOURS[2], "*", "aurakv, tuned policy"),
+    "plain": (COLOURS[1], "s", "aurakv, codes alone"),
+    "rival": (RIVAL, "X", "other libraries"),
+}
+
+
+def save(models: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
+    """One panel per model; KL and bytes are means over its texts."""
+    made, axes = figure(5.6 * len(models) if len(models) > 1 else 8, 4.8, len(models))
+    for axis, (name, rows) in zip(axes, models.items(), strict=True):
+        _panel(axis, name, rows)
+    axes[0].set_ylabel("mean KL divergence from uncompressed, nats", color=INK, fontsize=10)
+    axes[-1].legend(loc="upper right", frameon=False, fontsize=9, labelcolor=INK)
+    made.savefig(path)
+
+
+def means(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """(bytes per token, KL) of each cache, averaged over texts; without the uncompressed one."""
+    found = defaultdict(list)
+    for row in rows:
+        if row["kl"] > 0:
+            found[row["name"]].append((row["bytes_per_token"], row["kl"]))
+    return {name: (sum(x for x, _ in at) / len(at), sum(y for _, y in at) / len(at)) for name, at in found.items()}
+
+
+def kind(name: str) -> str:
+    from ..evaluation import rivals
+
+    if name in rivals.names():
+        return "rival"
+    if name.startswith("plain:"):
+        return "plain"
+    return "format" if name[0] == "k" and name[1:2].isdigit() else "policy"
+
+
+def _panel(axis: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    points = means(rows)
+    for what, (colour, mark, legend) in _KINDS.items():
+        mine = [at for name, at in points.items() if kind(name) == what]
+        if mine:
+            xs, ys = zip(*mine, strict=True)
+            axis.scatter(xs, ys, color=colour, marker=mark, s=130 if mark == "*" else 42, label=legend, zorder=3)
+    axis.set_yscale("log")
+    axis.set_xscale("log")
+    axis.grid(color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.margins(0.14)
+    _ticks(axis, points)
+    _labels(axis, points)
+    texts = len({row["text"] for row in rows})
+    tokens = rows[0]["tokens"]
+    axis.set_xlabel("bytes per token that the cache holds", color=INK, fontsize=10)
+    axis.set_title(f"{title}, {tokens:,} tokens of {texts} text{'s' * (texts > 1)}", loc="left", color=INK, fontsize=11)
+
+
+def _ticks(axis: Any, points: Mapping[str, tuple[float, float]]) -> None:
+    low, high = min(x for x, _ in points.values()), max(x for x, _ in points.values())
+    steps = [m * 10**e for e in range(1, 7) for m in (1, 1.5, 2, 3, 4, 5, 6, 8)]
+    axis.set_xticks([x for x in steps if 0.9 * low <= x <= 1.15 * high])
+    axis.set_xticklabels([f"{x:,.0f}" for x in axis.get_xticks()])
+    axis.minorticks_off()
+
+
+def _labels(axis: Any, points: Mapping[str, tuple[float, float]]) -> None:
+    """Beside each point, on the first side where the name covers no other name and no point."""
+    axis.figure.canvas.draw()  # the layout is known now
+    to_points = 72 / axis.figure.dpi
+    at = {name: axis.transData.transform(place) * to_points for name, place in points.items()}
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in at.values()]
+    for name, (x, y) in sorted(at.items(), key=lambda item: item[1][1]):
+        text, colour = _short(name), _KINDS[kind(name)][0]
+        width = 5.0 * len(text)
+        sides = [(8, 0), (-8 - width, 0), (-width / 2, 11), (-width / 2, -11), (8, 9), (8, -9), (-8 - width, 9)]
+        boxes = [(x + dx, y + dy - 5, x + dx + width, y + dy + 5) for dx, dy in sides]
+        best = min(range(len(sides)), key=lambda n: sum(_overlap(boxes[n], other) for other in taken))
+        taken.append(boxes[best])
+        axis.annotate(text, points[name], xytext=sides[best], textcoords="offset points", fontsize=8.5, va="center",
+                      color=MUTED if colour == RIVAL else colour)  # fmt: skip
+
+
+def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
+    """The area that two boxes (left, bottom, right, top) share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+
+
+def _short(name: str) -> str:
+    return Path(name).stem if name.endswith(".json") else name.removeprefix("plain:").replace("turboquant_", "tq ")

@@ -1,0 +1,51 @@
+"""aurakv info: devices, backends, and why each unavailable one is."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from .. import __version__, backends, models
+from ..bench import machine
+from . import frame
+
+
+def add(subparsers: Any) -> None:
+    frame.command(
+        subparsers,
+        "info",
+        run,
+        "show devices, backends and versions",
+        "For each device: the backends, best first, and one sentence for each that cannot run there.",
+        ["aurakv info", "aurakv info --json  # for a bug report"],
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    screen = frame.Screen(args)
+    rows = [_device(device) for device in machine.devices()]
+    versions = {"aurakv": __version__, **machine.versions()}
+    model = models.path()
+    for row in rows:
+        memory = "" if row["memory"] is None else f", {frame.bytes_text(row['memory'])} of memory"
+        screen.table(
+            f"{row['device']}: {row['name']}{memory}",
+            ["backend", "", "why not"],
+            [(name, "" if why else "chosen" if name == row["chosen"] else "runs", why or "")
+             for name, why in row["backends"].items()],
+        )  # fmt: skip
+    screen.table("versions", ["package", "version"], [(name, v or "not installed") for name, v in versions.items()])
+    screen.say(f"embedded model: {model if model.is_dir() else 'made when first used, in ' + str(model.parent)}")
+    screen.result({"devices": rows, "versions": versions, "model": str(model) if model.is_dir() else None})
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    return {
+        "device": str(device),
+        "name": machine.device_name(device),
+        "memory": machine.memory(device),
+        "chosen": backends.select(None, None, device).name,
+        "backends": {name: backends.why_not(name, None, device) for name in backends.names()},
+    }

@@ -1,0 +1,169 @@
+"""Attention of replicated queries over the positions that one rank holds, with the kernels for ordinary pages.
+
+What every query sees needs no mask and is one run of local positions, however its blocks are spread over the sequence.
+Where a mask cuts a block, the block is attended as a sequence of its own whose positions count from its beginning:
+distances between queries and keys, and so windows and exact tokens, stay what they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..pages import Pages
+from ..partial import Partial, merge
+from ..scoring import Scoring
+from ..table import Table
+from .share import Share, entries, seen
+
+if TYPE_CHECKING:
+    from .sharded import ShardedCache
+
+
+class Call(NamedTuple):
+    """The options of one attention call."""
+
+    scoring: Scoring
+    splits: int | None
+    precision: str
+
+
+class Piece(NamedTuple):
+    """A run of local positions of a sequence and the rows of the queries that see it."""
+
+    seq: int
+    run: range
+    rows: range
+    end: int  # position after the last of these queries, counted like the run
+
+
+def attend_share(cache: ShardedCache, q: Tensor, bounds: list[int], call: Call) -> Partial:
+    """q [tokens, heads, dim], the last tokens of each sequence, over what this rank holds."""
+    total = _Total(q, cache.format.value.dim)
+    for table, exact in zip(cache.local._tables, (False, True), strict=False):
+        scoring = dataclasses.replace(call.scoring, exact=exact)
+        for wanted, pieces in _calls(cache, table, bounds, scoring):
+            whole = _whole(table, pieces, bounds, wanted)
+            rows = None if whole else _index([piece.rows for piece in pieces], q)
+            part = ops.attend(
+                q if rows is None else q[rows],
+                table.pages if whole else _pages(table, pieces),
+                bounds if whole else [0, *itertools.accumulate(len(piece.rows) for piece in pieces)],
+                wanted,
+                ends=None if whole else [piece.end for piece in pieces],
+                splits=call.splits,
+                precision=call.precision,
+                backend=cache.local.backend,
+            )
+            total.add(rows, part)
+    return total.partial()
+
+
+def _calls(
+    cache: ShardedCache, table: Table, bounds: list[int], scoring: Scoring
+) -> Iterator[tuple[Scoring, list[Piece]]]:
+    """What to attend to, grouped so that a query occurs once in a call."""
+    everything = Scoring(scoring.scale, causal=False, softcap=scoring.softcap, threshold=scoring.threshold)
+    calls: defaultdict[tuple[Scoring, int], list[Piece]] = defaultdict(list)
+    used: Counter[tuple[Scoring, int]] = Counter()
+    for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
+        length, share = cache._lengths[seq], cache.share(seq)
+        if a == b or not share.count(length):
+            continue
+        queries = range(length - (b - a), length)
+        found = seen(share, queries, length, scoring)
+        pieces = [(everything, Piece(seq, run, range(a, b), len(run))) for run in found.runs]
+        for block in found.edges:
+            piece = _edge(share, block, queries, length, scoring)
+            rows = range(piece.rows.start - queries.start + a, piece.rows.stop - queries.start + a)
+            pieces.append((_moved(scoring, share.base(block)), piece._replace(seq=seq, rows=rows)))
+        for wanted, piece in pieces:
+            calls[wanted, used[wanted, seq]].append(piece)
+            used[wanted, seq] += 1
+    for (wanted, _), listed in calls.items():
+        yield wanted, listed
+
+
+def _edge(share: Share, block: int, queries: range, length: int, scoring: Scoring) -> Piece:
+    """A block as a sequence of its own, for those queries that may see some of it (as positions)."""
+    base = share.base(block)
+    keys = range(base, min(base + share.block, length))
+    first, stop = queries.start, queries.stop
+    if scoring.causal:
+        first = max(first, base)
+    if scoring.window is not None and base >= scoring.sinks:
+        stop = min(stop, keys.stop + scoring.window - 1)
+    start = block * share.block
+    return Piece(0, range(start, start + len(keys)), range(first, stop), stop - base)
+
+
+def _moved(scoring: Scoring, base: int) -> Scoring:
+    """The scoring for positions that count from `base`."""
+    return dataclasses.replace(scoring, sinks=max(0, scoring.sinks - base), first=max(0, scoring.first - base))
+
+
+def _whole(table: Table, pieces: list[Piece], bounds: list[int], scoring: Scoring) -> bool:
+    """Whether these pieces are all that the table holds, so that its own pages will do."""
+    if table.kept is not None or scoring.causal or scoring.window is not None:
+        return False
+    held = {piece.seq for piece in pieces if len(piece.run) == table.lengths[piece.seq]}
+    return all(a == b or seq in held or not table.lengths[seq] for seq, (a, b) in enumerate(itertools.pairwise(bounds)))
+
+
+def _pages(table: Table, pieces: list[Piece]) -> Pages:
+    """Each piece as a sequence of its own, in the pages where it lies."""
+    pool = table.pool
+    rows = [entries(table, piece.seq, piece.run) for piece in pieces]
+    width = max(map(len, rows))
+    with torch.inference_mode(False):
+        pages = dataclasses.replace(
+            table.pages,
+            table=torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32).to(pool.device),
+            lengths=torch.tensor([len(piece.run) for piece in pieces], dtype=torch.int32).to(pool.device),
+            ring=False,
+            pinned=0,
+        )
+    object.__setattr__(pages, "trusted", True)
+    return pages
+
+
+def _index(ranges: list[range], q: Tensor) -> Tensor | None:
+    """The rows of the queries; None: all of them in order."""
+    rows = [row for each in ranges for row in each]
+    return None if rows == list(range(q.shape[0])) else torch.tensor(rows, device=q.device)
+
+
+class _Total:
+    """The sum of partial results, in float32 as soon as there are two."""
+
+    def __init__(self, q: Tensor, dim: int) -> None:
+        self.q, self.dim = q, dim
+        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.sum: Partial | None = None
+
+    def add(self, rows: Tensor | None, part: Partial) -> None:
+        if rows is None:
+            self.sum = part if self.sum is None else merge(_wide(self.sum), _wide(part))
+            return
+        self.sum = self._nothing() if self.sum is None else _wide(self.sum)
+        both = merge(Partial(self.sum.out[rows], self.sum.lse[rows]), _wide(part))
+        self.sum.out[rows], self.sum.lse[rows] = both
+
+    def partial(self) -> Partial:
+        found = self._nothing() if self.sum is None else self.sum
+        return Partial(found.out.to(self.q.dtype), found.lse.to(self.dtype))  # the same on every rank
+
+    def _nothing(self) -> Partial:
+        out = torch.zeros(*self.q.shape[:2], self.dim, dtype=self.dtype, device=self.q.device)
+        return Partial(out, out.new_full(out.shape[:2], -torch.inf))
+
+
+def _wide(part: Partial) -> Partial:
+    return Partial(part.out.to(part.lse.dtype), part.lse)

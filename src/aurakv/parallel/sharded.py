@@ -1,0 +1,387 @@
+"""ShardedCache: one layer's keys and values of some sequences, each position with one rank of a process group."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import checks
+from ..cache import KVCache, own_scoring
+from ..checks import Starts
+from ..codec import Format
+from ..errors import CapacityError, InputError
+from ..exact import Exact
+from ..partial import Partial, merge, sink
+from ..pool import PagePool
+from ..scoring import Scoring
+from ..table import MAX_LENGTH, Kept, Table, round_up
+from .attention import Call, attend_share
+from .collective import merged
+from .group import Group
+from .share import Share
+
+
+class Whole(NamedTuple):
+    """What all ranks together are: the same on each of them."""
+
+    block: int  # positions that stay together
+    chunk: int  # queries that are attended at once where something is kept for a window only
+    kept: Kept | None  # of a ring
+    exact: Exact
+    max_tokens: int | None
+
+
+class ShardedCache:
+    """Made by ShardedCache.growing, ShardedCache.ring or ShardedCache.paged, on every rank with the same arguments.
+
+    Blocks of positions go round the ranks, beginning with another one for each sequence, so that no rank ever has more
+    than a block of a sequence more than another. Every rank calls every method, with the same arguments: tokens and
+    queries are replicated, each rank stores its own part and all get the same result.
+    """
+
+    def __init__(self, local: KVCache, whole: Whole, group: Group, homes: list[int] | None = None) -> None:
+        self.local, self.whole, self._group = local, whole, group
+        self._homes = [seq % group.size for seq in range(local.seqs)] if homes is None else homes
+        self._lengths = [0] * local.seqs
+        self._highest = [0] * local.seqs  # longest a sequence has been: what a window has left behind is overwritten
+        self._agreed = [0] * local.seqs  # length up to which every rank is known to have pages of its own
+        self.check()
+
+    @classmethod
+    def growing(
+        cls,
+        format: Format,
+        seqs: int,
+        kv_heads: int,
+        device: torch.device | str = "cpu",
+        *,
+        block: int = 256,
+        page_size: int | None = None,
+        chunk: int = 256,
+        exact: Exact | None = None,
+        key_offset: Tensor | None = None,
+        value_offset: Tensor | None = None,
+        backend: str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> ShardedCache:
+        """Pages of a block each (or of page_size tokens) in memory that grows when it is full."""
+        pool = PagePool(
+            format,
+            0,
+            block if page_size is None else page_size,
+            kv_heads,
+            device,
+            key_offset=key_offset,
+            value_offset=value_offset,
+            growable=True,
+        )
+        return cls._make(pool, seqs, Whole(block, chunk, None, exact or Exact(), None), backend, group)
+
+    @classmethod
+    def ring(
+        cls,
+        format: Format,
+        seqs: int,
+        kv_heads: int,
+        window: int,
+        sinks: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        block: int = 64,
+        page_size: int | None = None,
+        chunk: int = 256,
+        rollback: int = 0,
+        exact: Exact | None = None,
+        key_offset: Tensor | None = None,
+        value_offset: Tensor | None = None,
+        backend: str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> ShardedCache:
+        """The last `window` tokens of each sequence and its first `sinks`; each rank has its part of them."""
+        for name, number, least in (("window", window, 1), ("sinks", sinks, 0), ("rollback", rollback, 0)):
+            checks.whole(name, number, least)
+        pool = PagePool(
+            format,
+            0,
+            block if page_size is None else page_size,
+            kv_heads,
+            device,
+            key_offset=key_offset,
+            value_offset=value_offset,
+            growable=True,
+        )
+        kept = Kept(window, sinks, chunk, rollback)
+        return cls._make(pool, seqs, Whole(block, chunk, kept, exact or Exact(), None), backend, group)
+
+    @classmethod
+    def paged(
+        cls,
+        pool: PagePool,
+        seqs: int,
+        max_tokens: int | None = None,
+        *,
+        block: int = 256,
+        chunk: int = 256,
+        exact: Exact | None = None,
+        backend: str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> ShardedCache:
+        """Sequences in the pages of a pool on each rank. Where one rank has no room for its part, all refuse."""
+        if pool.growable:
+            raise InputError("a paged cache needs a pool of fixed size")
+        if max_tokens is not None:
+            checks.whole("max_tokens", max_tokens, 1)
+        return cls._make(pool, seqs, Whole(block, chunk, None, exact or Exact(), max_tokens), backend, group)
+
+    @classmethod
+    def _make(
+        cls, pool: PagePool, seqs: int, whole: Whole, backend: str | None, group: dist.ProcessGroup | None
+    ) -> ShardedCache:
+        members, exact = Group(group), whole.exact
+        for name, number, least in (("seqs", seqs, 0), ("block", whole.block, 1), ("chunk", whole.chunk, 1)):
+            checks.whole(name, number, least)
+        for name, number in (("first", exact.first), ("recent", exact.recent), ("rollback", exact.rollback)):
+            checks.whole(name, number, 0)
+        share = Share(whole.block, members.size)
+        unit, reason = (16, "with exact tokens") if exact.first or exact.recent else (pool.page_size, "for these pages")
+        if whole.block % pool.page_size or whole.block % unit:
+            unit = pool.page_size if whole.block % pool.page_size else unit
+            raise InputError(f"block must be a multiple of {unit} {reason}, got {whole.block}")
+        if whole.kept is not None:
+            table = Table(pool, seqs, kept=share.kept(whole.kept))
+        else:
+            width = None if whole.max_tokens is None else -(-share.most(whole.max_tokens) // pool.page_size)
+            table = Table(pool, seqs, width)
+        return cls(KVCache(table, share.exact(exact, whole.chunk), backend), whole, members)
+
+    # what is there
+
+    @property
+    def format(self) -> Format:
+        return self.local.format
+
+    @property
+    def seqs(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens appended to each sequence so far, on all ranks together."""
+        return list(self._lengths)
+
+    @property
+    def bytes_held(self) -> int:
+        """Every byte that this rank holds."""
+        return self.local.bytes_held
+
+    def share(self, seq: int) -> Share:
+        """Which positions of a sequence lie with this rank."""
+        return Share(self.whole.block, self._group.size, (self._group.rank - self._homes[seq]) % self._group.size)
+
+    def check(self) -> None:
+        """Refuse, on all ranks, when their caches or lengths are not the same. Made once when a cache is; waits for
+        all ranks."""
+        pool = self.local.pool
+        said = f"{self.whole} {self.format} {pool.kv_heads} {pool.page_size}{self._lengths}{self._highest}{self._homes}"
+        digest = hashlib.sha256(said.encode())
+        for offset in (pool.key_offset, pool.value_offset):
+            digest.update(b"none" if offset is None else offset.cpu().numpy().tobytes())
+        mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        everyone = self._group.gather(mine.to(self._group.wire(pool.device)), "the check of a sharded cache").cpu()
+        other = (everyone != mine).any(1).nonzero().flatten().tolist()
+        if other:
+            raise InputError(
+                f"a sharded cache must be the same on all ranks, but that of rank {self._group.rank}"
+                f" differs from that of {other} in its format, offsets, options or lengths"
+            )
+
+    # append and attend
+
+    def append(self, k: Tensor, v: Tensor, starts: Starts = None) -> None:
+        """Add tokens [tokens, kv_heads, dim]: sequence i gets rows starts[i]:starts[i+1], one each without starts."""
+        checks.new_tokens(k, v, self.local.pages)
+        bounds = self._bounds(starts, k.shape[0])
+        self._make_room([b - a for a, b in itertools.pairwise(bounds)])
+        self._append(k, v, bounds)
+
+    def attend(
+        self,
+        q: Tensor,
+        starts: Starts = None,
+        scoring: Scoring | None = None,
+        *,
+        sink_logits: Tensor | None = None,
+        splits: int | None = None,
+        precision: str = "fast",
+    ) -> Partial:
+        """Attention of the last tokens of each sequence, q [tokens, heads, dim], over what all ranks hold."""
+        call = Call(own_scoring(scoring, self.whole.kept, self.whole.exact), splits, precision)
+        self._check_queries(q, sink_logits, call)
+        bounds = self._bounds(starts, q.shape[0])
+        for seq, length in enumerate(self._lengths):
+            queries = bounds[seq + 1] - bounds[seq]
+            if queries > length and call.scoring.causal:
+                raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
+            if queries > self.whole.chunk and self._windowed:
+                raise InputError(
+                    f"{queries} queries of sequence {seq} may reach back to tokens that are no longer held:"
+                    f" attend with at most {self.whole.chunk} queries, or use step"
+                )
+        return self._finish(attend_share(self, q, bounds, call), sink_logits)
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Starts = None,
+        scoring: Scoring | None = None,
+        *,
+        sink_logits: Tensor | None = None,
+        splits: int | None = None,
+        precision: str = "fast",
+    ) -> Partial:
+        """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
+        call = Call(own_scoring(scoring, self.whole.kept, self.whole.exact), splits, precision)
+        self._check_queries(q, sink_logits, call)
+        checks.new_tokens(k, v, self.local.pages)
+        if q.shape[0] != k.shape[0]:
+            raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+        bounds = self._bounds(starts, k.shape[0])
+        new = [b - a for a, b in itertools.pairwise(bounds)]
+        self._make_room(new)
+        chunk, longest = self.whole.chunk, max(new, default=0)
+        if not self._windowed or longest <= chunk:
+            self._append(k, v, bounds)
+            return self._finish(attend_share(self, q, bounds, call), sink_logits)
+        out, lse = q.new_empty(*q.shape[:2], self.format.value.dim), None
+        for lo in range(0, longest, chunk):
+            rows: list[int] = []
+            piece = [0]
+            for a, b in itertools.pairwise(bounds):
+                rows += range(min(a + lo, b), min(a + lo + chunk, b))
+                piece.append(len(rows))
+            at = torch.tensor(rows, device=q.device)
+            self._append(k[at], v[at], piece)
+            part = attend_share(self, q[at], piece, call)
+            lse = part.lse.new_empty(q.shape[:2]) if lse is None else lse
+            out[at], lse[at] = part
+        assert lse is not None
+        return self._finish(Partial(out, lse), sink_logits)
+
+    # change what is there
+
+    def reserve(self, tokens: int | Sequence[int]) -> None:
+        """Make room for this many more tokens in every sequence (or in each its own), so that no append has to."""
+        new = [tokens] * self.seqs if isinstance(tokens, int) else list(tokens)
+        if len(new) != self.seqs or not all(isinstance(n, int) and n >= 0 for n in new):
+            raise InputError(f"reserve needs {self.seqs} whole numbers of at least 0, got {new}")
+        self._make_room(new)
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget the tokens of a sequence from position `length` on."""
+        self.local._table.check_seq(seq)
+        if not (isinstance(length, int) and 0 <= length <= self._lengths[seq]):
+            raise InputError(f"sequence {seq} can be truncated to 0 … {self._lengths[seq]} tokens, got {length}")
+        if self._windowed and 0 < length < self._highest[seq] - self._rollback:
+            raise CapacityError(
+                f"sequence {seq} has been {self._highest[seq]} tokens long and can be rolled back by"
+                f" {self._rollback}, got a truncate to {length}"
+            )
+        self.local.truncate(seq, self.share(seq).count(length))
+        self._lengths[seq] = self._agreed[seq] = length
+        self._highest[seq] = self._highest[seq] if length else 0
+
+    def free(self, seq: int) -> None:
+        """Give back the pages of a sequence; it stays as an empty one."""
+        self.truncate(seq, 0)
+
+    def fork(self, source: int, target: int) -> None:
+        """Make sequence `target` a copy of `source`. Pages are shared until one of the two writes to them."""
+        self.local._table.check_seq(source)
+        self.local._table.check_seq(target)
+        self.reorder([source if seq == target else seq for seq in range(self.seqs)])
+
+    def reorder(self, index: Sequence[int] | Tensor) -> None:
+        """Sequence i becomes what sequence index[i] was. The index may repeat, drop or add sequences."""
+        chosen = index.tolist() if isinstance(index, Tensor) else list(index)
+        self.local.reorder(chosen)
+        self._lengths = [self._lengths[seq] for seq in chosen]
+        self._highest = [self._highest[seq] for seq in chosen]
+        self._homes = [self._homes[seq] for seq in chosen]
+        self._agreed = list(self._lengths)  # a page that is shared has to be copied first
+
+    # inside
+
+    @property
+    def _windowed(self) -> bool:
+        """Whether something is held for a window only: a ring, or exact tokens."""
+        return self.whole.kept is not None or bool(self.whole.exact.first or self.whole.exact.recent)
+
+    @property
+    def _rollback(self) -> int:
+        kept, exact = self.whole.kept, self.whole.exact
+        limits = [] if kept is None else [kept.rollback]
+        return min([*limits, exact.rollback] if exact.first or exact.recent else limits)
+
+    def _bounds(self, starts: Starts, tokens: int) -> list[int]:
+        given = starts.tolist() if isinstance(starts, Tensor) else starts
+        return checks.bounds("starts", given, self.seqs, tokens)
+
+    def _check_queries(self, q: Tensor, sink_logits: Tensor | None, call: Call) -> None:
+        device = self.local.pool.device
+        checks.queries(q, self.local.pool.kv_heads, self.format.key.dim, device)
+        checks.logits(sink_logits, q.shape[1], device)
+        checks.options(call.precision, call.splits)
+
+    def _make_room(self, new: list[int]) -> None:
+        """Room on every rank, or a refusal on every rank. Fixed pools may differ, so their ranks ask each other; only
+        when a page begins, or one that was shared is written to."""
+        totals = [length + n for length, n in zip(self._lengths, new, strict=True)]
+        longest, most = max(totals, default=0), self.whole.max_tokens or MAX_LENGTH
+        if longest > most:
+            raise CapacityError(f"a sequence of this cache holds at most {most} tokens, got {longest}")
+        pool, what = self.local.pool, "making room"
+        if not pool.growable and all(total <= known for total, known in zip(totals, self._agreed, strict=True)):
+            return
+        shares = [self.share(seq) for seq in range(self.seqs)]
+        wanted = [s.count(b) - s.count(a) for s, a, b in zip(shares, self._lengths, totals, strict=True)]
+        if pool.growable:
+            self.local.reserve(wanted)
+            return
+        failure = ""
+        try:
+            self.local.reserve(wanted)
+        except CapacityError as error:
+            failure = str(error)
+        full = [rank for rank, no in enumerate(self._group.numbers(int(bool(failure)), pool.device, what)) if no]
+        if full:
+            raise CapacityError(f"there is no room on the ranks {full}" + (f"; here {failure}" if failure else ""))
+        self._agreed = [max(a, round_up(b, pool.page_size)) for a, b in zip(self._agreed, totals, strict=True)]
+
+    def _append(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
+        rows: list[int] = []
+        mine = [0]
+        for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
+            length = self._lengths[seq]
+            for piece in self.share(seq).pieces(length, length + b - a):
+                rows += range(piece.start - length + a, piece.stop - length + a)
+            mine.append(len(rows))
+        if len(rows) == k.shape[0]:
+            self.local.append(k, v, mine)
+        elif rows:
+            at = torch.tensor(rows, device=k.device)
+            self.local.append(k[at], v[at], mine)
+        for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
+            self._lengths[seq] += b - a
+            self._highest[seq] = max(self._highest[seq], self._lengths[seq])
+
+    def _finish(self, part: Partial, sink_logits: Tensor | None) -> Partial:
+        part = merged(part, self._group)
+        return part if sink_logits is None else merge(part, sink(sink_logits, part))

@@ -1,0 +1,238 @@
+"""Everything that touches vLLM, so that what changes between its versions is here and nowhere else.
+
+Three places of vLLM are wrapped, each to ask whether the switch is on: the platform's check of a configuration (turns
+the switch into a backend, refuses what cannot be served), the CPU platform's choice of a backend (it knows one only),
+and the memory a layer asks for (the bytes of its format).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
+
+from ..errors import InputError
+from ..scoring import Scoring
+from .layer import TOKENS, Layer, Lengths, Step
+from .plan import Plan
+
+_installed = False
+
+
+def install() -> None:
+    """Called by vLLM in each of its processes, possibly more than once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    register_backend(AttentionBackendEnum.CUSTOM, f"{AuraBackend.__module__}.{AuraBackend.__qualname__}")
+    platform = type(current_platform)
+    _wrap_class_method(platform, "check_and_update_config", _check_config)
+    if current_platform.is_cpu():
+        _wrap_class_method(platform, "get_attn_backend_cls", _choose_on_cpu)
+    _wrap_layers()
+
+
+def _wrap_class_method(owner: type, name: str, wrapper: Any) -> None:
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def wrapped(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(stock, *args, **kwargs)
+
+    setattr(owner, name, classmethod(wrapped))
+
+
+def _check_config(stock: Any, config: VllmConfig) -> None:
+    plan = Plan.parse(config.additional_config)
+    if plan is not None:
+        reason = why_not(config)
+        if reason is not None:
+            raise InputError(f"aurakv cannot serve this: {reason}")
+        config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    stock(config)
+
+
+def _choose_on_cpu(stock: Any, selected: AttentionBackendEnum | None, *args: Any, **kwargs: Any) -> str:
+    if selected == AttentionBackendEnum.CUSTOM and AttentionBackendEnum.CUSTOM.is_overridden():
+        return AttentionBackendEnum.CUSTOM.get_path()
+    return stock(selected, *args, **kwargs)
+
+
+def _wrap_layers() -> None:
+    stock = Attention.get_kv_cache_spec
+
+    @functools.wraps(stock)
+    def get_kv_cache_spec(self: Attention, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        spec = stock(self, vllm_config)
+        if spec is None or self.attn_backend is not AuraBackend:
+            return spec
+        return self.impl.spec(self, spec)
+
+    Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def why_not(config: VllmConfig) -> str | None:
+    """None, or why a model or an option cannot be served, in one sentence."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    chosen = config.attention_config.backend
+    checks = (
+        (chosen not in (None, AttentionBackendEnum.CUSTOM), "--attention-backend names another backend"),
+        (cache.cache_dtype != "auto", f"--kv-cache-dtype must be auto, got {cache.cache_dtype}"),
+        (model.use_mla, "the model uses multi-head latent attention, which stores no keys and values"),
+        (model.is_encoder_decoder, "the model is an encoder-decoder with cross attention"),
+        (model.is_hybrid, "the model has layers with a recurrent state beside attention"),
+        (model.is_attention_free, "the model has no attention"),
+        (model.runner_type != "generate", f"the model must generate text, got the runner {model.runner_type}"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism is not supported"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism is not supported"),
+        (config.kv_transfer_config is not None, "KV connectors are not supported"),
+        (not current_platform.is_cpu() and not current_platform.is_cuda(), "it runs on CPUs and on CUDA"),
+    )
+    return next((sentence for refused, sentence in checks if refused), None)
+
+
+class AuraBackend(AttentionBackend):  # type: ignore[misc]
+    """Pages of aurakv in vLLM's memory."""
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[AuraImpl]:
+        return AuraImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AuraBuilder]:
+        return AuraBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
+        return [MultipleOf(TOKENS)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)  # a page is one run of bytes, head after head
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+class AuraImpl(AttentionImpl):  # type: ignore[misc]
+    """What vLLM calls for one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        for refused, sentence in (
+            (alibi_slopes is not None, "ALiBi is not supported"),
+            (attn_type != "decoder", f"attention must be that of a decoder, got {attn_type}"),
+            (kv_cache_dtype != "auto", f"--kv-cache-dtype must be auto, got {kv_cache_dtype}"),
+            (bool(options), f"the layer has options that aurakv does not know: {sorted(options)}"),
+        ):
+            if refused:
+                raise InputError(f"aurakv cannot serve this: {sentence}")
+        plan = Plan.parse(get_current_vllm_config().additional_config)
+        if plan is None:
+            raise InputError('the backend of aurakv needs a format: --additional-config \'{"aurakv": "k4v4"}\'')
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window
+        self.sinks = sinks
+        self.plan = plan
+        self.scoring = Scoring(scale=self.scale, window=sliding_window, softcap=logits_soft_cap or None)
+        self.layer: Layer | None = None
+
+    def bind(self, layer: Attention) -> Layer:
+        """The layer of aurakv: it depends on what the layer of vLLM knows and its implementation is not told."""
+        if self.layer is None:
+            format = self.plan.layer((layer.head_size, layer.head_size_v), layer.dtype)
+            self.layer = Layer(format, self.scoring, sink_logits=self.sinks)
+        return self.layer
+
+    def spec(self, layer: Attention, spec: AttentionSpec) -> AttentionSpec:
+        """The memory vLLM sets aside: the bytes of our pages, with the tokens of its blocks."""
+        if spec.block_size % TOKENS:
+            raise InputError(f"--block-size must be a multiple of {TOKENS} with aurakv, got {spec.block_size}")
+        return replace(spec, dtype=torch.uint8, state_content_bytes=self.bind(layer).format.bytes_per_token)
+
+    def forward(
+        self,
+        layer: Attention,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: Step | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise InputError("aurakv does not quantise outputs")
+        if attn_metadata is None:  # vLLM warms up
+            return output.zero_()
+        self.bind(layer).forward(query, key, value, kv_cache, attn_metadata, output)
+        return output
+
+
+class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Makes the step that all layers of a group share."""
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.buffers = Lengths(vllm_config.scheduler_config.max_num_seqs + 1, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            raise InputError("aurakv serves causal attention")
+        return Step(
+            batch.num_actual_tokens, batch.query_start_loc, batch.seq_lens, batch.block_table_tensor, self.buffers
+        )

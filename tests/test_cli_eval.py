@@ -1,0 +1,89 @@
+"""aurakv eval on a small random model: its rows are those of the library, and are measured once."""
+
+import pytest
+
+pytest.importorskip("rich", reason="rich is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch  # noqa: E402
+from test_cli import answer, call, refused, small  # noqa: E402, F401
+
+from aurakv.cli import eval as command  # noqa: E402
+from aurakv.cli import eval_plot  # noqa: E402
+from aurakv.evaluation import builtin, compare, ids_of, rivals  # noqa: E402
+from aurakv.evaluation.results import Results  # noqa: E402
+from aurakv.hf import AuraCache  # noqa: E402
+
+ARGS = ("--tokens", "200", "--threads", "1", "--device", "cpu")
+
+
+def test_rows_are_those_of_compare(answer, small, tmp_path):  # noqa: F811
+    got = answer("eval", "--model", small, *ARGS, "--formats", "k8v4,plain:k4v4")
+    assert [row["name"] for row in got["rows"]] == ["uncompressed", "k8v4", "plain:k4v4"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32).eval()
+    ids = ids_of(builtin(), transformers.AutoTokenizer.from_pretrained(small), model.config, 200)
+    caches = {"k8v4": lambda: AuraCache(model.config, "k8v4"), "plain:k4v4": command.maker("plain:k4v4", model.config)}
+    for row, expected in zip(got["rows"], compare(model, ids, caches, chunk=256), strict=True):
+        assert row["kl"] == pytest.approx(expected.kl, rel=1e-3)
+        assert row["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+        assert row["bytes_per_token"] == expected.bytes_per_token
+    assert got["rows"][2]["tokens_from_codes"] == 200
+    assert got["rows"][2]["reads_from_codes"] == 1
+    assert got["model"] == small.name
+
+
+def test_what_is_in_the_file_is_not_measured_again(answer, call, small, tmp_path, monkeypatch):  # noqa: F811
+    path = tmp_path / "rows.json"
+    args = ("eval", "--model", small, *ARGS, "--resume", path)
+    first = answer(*args, "--formats", "k4v4,k8v8")
+    measured = []
+    from aurakv import evaluation
+
+    monkeypatch.setattr(evaluation, "compare", lambda *a, **k: measured.append(list(a[2])) or compare(*a, **k))
+    again = answer(*args, "--formats", "k4v4,k3v3,k8v8")
+    assert measured == [["k3v3"]]
+    assert {row["name"]: row for row in first["rows"]}["k4v4"] in again["rows"]
+    answer(*args[:3], "--tokens", "100", *ARGS[2:], "--resume", path, "--formats", "k4v4")
+    assert measured == [["k3v3"], ["k4v4"]], "another number of tokens is another measurement"
+    assert {entry["key"]["tokens"] for entry in Results(path).entries} == {100, 200}
+    code, out, _ = call(*args, "--formats", "k4v4")
+    assert code == 0
+    assert "of reads)" in out
+
+
+def test_rivals_needles_and_a_picture(answer, call, small, tmp_path):  # noqa: F811
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    picture = tmp_path / "quality.png"
+    text = tmp_path / "text.txt"
+    text.write_text(builtin()[:3000])
+    args = ("eval", "--model", small, *ARGS, "--text", text, "--formats", "k4v4,plain:k3v3", "--rivals", "--needle",
+            "--lengths", "512,4K", "--resume", tmp_path / "rows.json", "--plot", picture)  # fmt: skip
+    got = answer(*args)
+    there = {name for name in rivals.names() if rivals.why_not(name) is None}
+    assert {row["name"] for row in got["rows"]} == {"uncompressed", "k4v4", "plain:k3v3", *there}
+    assert {row["text"] for row in got["rows"]} == {"text"}
+    assert {row["tokens"] for row in got["needles"]} == {512}, "the text has no 4K tokens"
+    assert len(got["needles"]) == 5 * len(got["rows"])
+    assert picture.stat().st_size > 10_000
+    code, out, err = call(*args)
+    assert code == 0
+    assert "needles in 512 tokens" in out
+    assert "no needles at 4,096 tokens" in err
+
+
+def test_kinds_and_means():
+    names = {"k4v4": "format", "plain:k4v4": "plain", "turboquant_k8v4": "rival", "smollm2-135m": "policy"}
+    assert {name: eval_plot.kind(name) for name in names} == names
+    rows = [{"name": "a", "kl": 0.1, "bytes_per_token": 10}, {"name": "a", "kl": 0.3, "bytes_per_token": 12}]
+    assert eval_plot.means([*rows, {"name": "uncompressed", "kl": 0, "bytes_per_token": 9}]) == {"a": (11, 0.2)}
+
+
+def test_refusals(refused, small, tmp_path):  # noqa: F811
+    model = ("--model", small, "--device", "cpu")
+    assert "name each format once" in refused("eval", *model, "--formats", "k4v4,k4v4")
+    assert "a format name is" in refused("eval", *model, "--formats", "q4")
+    assert "cannot be read" in refused("eval", *model, "--text", tmp_path / "none.txt")
+    assert "must stay within" in refused("eval", *model, "--tokens", "32K")
+    assert "must end with .png" in refused("eval", *model, "--plot", tmp_path / "x.bmp")
+    (tmp_path / "rows.json").write_text("{}")
+    assert "must be a file of" in refused("eval", *model, "--resume", tmp_path / "rows.json")

@@ -1,0 +1,126 @@
+"""Tensor parallel needs nothing special: each rank keeps its own KV heads. The examples for several processes run."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_parallel import rand
+
+import aurakv as kv
+
+ROOT = Path(__file__).parent.parent
+GENERATE = """
+import sys
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM
+
+from aurakv.hf import attach
+
+torch.set_num_threads(1)
+folder, size = sys.argv[1], int(sys.argv[2])
+options = {}
+if size > 1:
+    try:
+        from transformers.distributed import DistributedConfig
+        options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=size)
+    except (ImportError, TypeError):  # before 5.18
+        options["tp_plan"] = "auto"
+model = LlamaForCausalLM.from_pretrained(folder, **options).eval()
+inputs = torch.randint(1, 256, (2, 40), generator=torch.Generator().manual_seed(0))
+cache = attach(model, "k8v8", first=4, recent=8)
+mask = torch.ones_like(inputs)
+text = model.generate(inputs, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
+if size == 1 or dist.get_rank() == 0:
+    print("RESULT", [cache.layers[0].cache.pool.kv_heads, cache.bytes_held, text[:, 40:].tolist()])
+"""
+
+
+def launch(*command, processes=1):
+    """Run a program under torchrun; what it printed."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*run, *map(str, command)], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_heads(format, exact):
+    """Rank r keeps KV heads 2r and 2r + 1 and their queries in a plain cache; no process talks to another."""
+    rank, lengths = dist.get_rank(), [0, 50, 61]
+    heads, queries = slice(2 * rank, 2 * rank + 2), slice(6 * rank, 6 * rank + 6)
+    offset = rand(4, 64, seed=7)
+    whole = kv.KVCache.contiguous(format, 2, 4, exact=exact, key_offset=offset)
+    mine = kv.KVCache.contiguous(format, 2, 2, exact=exact, key_offset=offset[heads].contiguous())
+    for lengths in ([0, 50, 61], [0, 1, 2], [0, 5, 5]):
+        q, k, v = (rand(lengths[-1], n, 64, seed=n + lengths[-1]) for n in (12, 4, 4))
+        scoring = kv.Scoring(window=20, sinks=2, softcap=20.0)
+        wanted = whole.step(q, k, v, lengths, scoring, precision="exact")
+        got = mine.step(q[:, queries], k[:, heads], v[:, heads], lengths, scoring, precision="exact")
+        torch.testing.assert_close(got.out, wanted.out[:, queries], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(got.lse, wanted.lse[:, queries], atol=2e-5, rtol=2e-5)
+    for seq, (ours, theirs) in itertools.product(range(2), zip(mine.codes(0), whole.codes(0), strict=True)):
+        assert torch.equal(ours.data, theirs.data[:, heads]), seq
+
+
+def test_each_rank_its_heads(ranks):
+    for exact in (None, kv.Exact(2, 9, torch.float32)):
+        ranks(2).run(run_heads, kv.Format.parse("k4v3", 64), exact)
+
+
+def test_transformers_tensor_parallel(tmp_path):
+    """`tp_plan` splits the model; AuraCache takes the KV heads that the rank has and the text stays the same."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        head_dim=32,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        pad_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    script = tmp_path / "generate.py"
+    script.write_text(GENERATE)
+    results = []
+    for size in (1, 2):
+        out = launch(script, tmp_path / "model", size, processes=size)
+        (line,) = (line for line in out.splitlines() if line.startswith("RESULT"))
+        results.append(eval(line.removeprefix("RESULT")))
+    (heads, held, text), (local_heads, local_held, local_text) = results
+    assert (heads, local_heads) == (4, 2)
+    assert local_held < 0.6 * held
+    assert local_text == text
+
+
+def test_example():
+    out = launch(ROOT / "examples" / "parallel.py", processes=2)
+    assert "rank 1 of 2" in out
+    assert "bit for bit: True" in out
+
+
+def test_scale():
+    """The table of docs/parallel.md is what examples/scale.py prints."""
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "scale.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [line for line in run.stdout.splitlines() if line.startswith("|")]
+    assert len(rows) > 15
+    document = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    for row in rows:
+        assert row in document, row
+    held = kv.Format.parse("k4v4", 128).bytes_per_token * 8 * 80 * 10_000_000 / 64 / 2**30
+    assert f"| 64 | k4v4 | {held:.1f} |" in run.stdout

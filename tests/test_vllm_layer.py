@@ -1,0 +1,203 @@
+"""The attention of the vLLM plugin over memory that an engine owns, with hand-made steps: vLLM is not needed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import aurakv as kv
+from aurakv.errors import InputError
+from aurakv.vllm.layer import TOKENS, Layer, Lengths, Step
+from aurakv.vllm.plan import Plan
+
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 64, 32
+CPU = torch.device("cpu")
+
+
+class Engine:
+    """What an engine does around a layer: blocks of a shared memory, tables, ragged batches."""
+
+    def __init__(self, format: kv.Format, scoring: kv.Scoring, blocks: int = 24, seqs: int = 4, width: int = 8) -> None:
+        self.layer = Layer(format, scoring)
+        self.memory = torch.randint(256, (blocks, KV_HEADS, BLOCK, format.bytes_per_token), dtype=torch.uint8)
+        self.free = torch.randperm(blocks - 1).add(1).tolist()  # block 0 stays empty, as engines keep it
+        self.table = torch.zeros(seqs, width, dtype=torch.int32)
+        self.lengths = [0] * seqs
+        self.buffers = Lengths(seqs, CPU)
+
+    def step(self, rows: dict[int, tuple[Tensor, Tensor, Tensor]], *, padding: int = 0) -> dict[int, Tensor]:
+        """One pass over some sequences: new (q, k, v) rows each; gives their attention."""
+        order = list(rows)
+        for seq in order:
+            before, self.lengths[seq] = self.lengths[seq], self.lengths[seq] + len(rows[seq][0])
+            for entry in range(-(-before // BLOCK), -(-self.lengths[seq] // BLOCK)):
+                self.table[seq, entry] = self.free.pop()
+        counts = torch.tensor([0, *(len(rows[seq][0]) for seq in order)])
+        tokens = int(counts.sum())
+        q, k, v = (torch.cat([*(rows[seq][i] for seq in order)]) for i in range(3))
+        q, k, v = (torch.cat([x, x.new_full((padding, *x.shape[1:]), float("nan"))]) for x in (q, k, v))
+        step = Step(
+            tokens,
+            counts.cumsum(0).int(),
+            torch.tensor([self.lengths[seq] for seq in order], dtype=torch.int32),
+            self.table[order].contiguous(),
+            self.buffers,
+        )
+        out = torch.full((tokens + padding, HEADS, DIM), 7.0)
+        self.layer.forward(q, k, v, self.memory, step, out)
+        assert bool((out[tokens:] == 7).all()), "rows behind the batch are not ours"
+        parts = out[:tokens].split(counts[1:].tolist())
+        return dict(zip(order, parts, strict=True))
+
+
+def rows(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(n, HEADS, DIM), torch.randn(n, KV_HEADS, DIM), torch.randn(n, KV_HEADS, DIM)
+
+
+SCORINGS = {
+    "plain": kv.Scoring(),
+    "window": kv.Scoring(window=40),
+    "softcap": kv.Scoring(scale=0.3, softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("name", ["k16:f32/v16:f32", "k4v4", "k8v3"])
+def test_chunks_and_mixed_batches_equal_a_cache(name: str, scoring: str) -> None:
+    """Prefill in chunks, decode beside prefill, sequences that pause: each equals a cache of its own."""
+    torch.manual_seed(0)
+    format = kv.Format.parse(name, DIM)
+    engine = Engine(format, SCORINGS[scoring])
+    caches = [kv.KVCache.contiguous(format, seqs=1, capacity=256, kv_heads=KV_HEADS) for _ in range(4)]
+    for batch in ({0: 50}, {0: 1, 1: 70}, {0: 1, 1: 1, 2: 33, 3: 5}, {3: 60, 1: 1}, {0: 1, 1: 1, 2: 1, 3: 1}, {2: 90}):
+        new = {seq: rows(n) for seq, n in batch.items()}
+        for seq, out in engine.step(new, padding=3).items():
+            q, k, v = new[seq]
+            caches[seq].append(k, v, [0, len(k)])
+            expected = caches[seq].attend(q, [0, len(q)], SCORINGS[scoring]).out
+            torch.testing.assert_close(out, expected, atol=4e-3, rtol=0)
+
+
+def test_blocks_that_sequences_share() -> None:
+    """A prefix that another request computed: its blocks stand in both tables, and only new tokens are written."""
+    torch.manual_seed(1)
+    engine = Engine(kv.Format.parse("k8v8", DIM), kv.Scoring())
+    prefix, tail = rows(2 * BLOCK), rows(10)
+    alone = engine.step({0: tuple(torch.cat(pair) for pair in zip(prefix, tail, strict=True))})[0][-10:]
+    engine.table[1, :2] = engine.table[0, :2]
+    engine.lengths[1] = 2 * BLOCK
+    torch.testing.assert_close(engine.step({1: tail})[1], alone, atol=2e-3, rtol=0)
+
+
+def test_blocks_that_left_the_window_are_not_read() -> None:
+    torch.manual_seed(2)
+    engine = Engine(kv.Format.parse("k4v4", DIM), kv.Scoring(window=20))
+    engine.step({0: rows(4 * BLOCK)})
+    engine.memory[0] = 255  # NaN in every scale
+    engine.table[0, :2] = 0  # the engine gave them back
+    assert bool(engine.step({0: rows(1)})[0].isfinite().all())
+
+
+def test_layer_that_shares_keys_writes_nothing() -> None:
+    torch.manual_seed(3)
+    engine = Engine(kv.Format.parse("k4v4", DIM), kv.Scoring())
+    new = rows(40)
+    expected = engine.step({0: new})[0]
+    before = engine.memory.clone()
+    step = Step(
+        40,
+        torch.tensor([0, 40], dtype=torch.int32),
+        torch.tensor([40], dtype=torch.int32),
+        engine.table[:1].contiguous(),
+        engine.buffers,
+    )
+    out = torch.empty(40, HEADS, DIM)
+    engine.layer.forward(new[0], None, None, engine.memory, step, out)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(engine.memory, before)
+
+
+def test_sink_logits() -> None:
+    torch.manual_seed(4)
+    engine = Engine(kv.Format.parse("k16:f32/v16:f32", DIM), kv.Scoring())
+    engine.layer.sink_logits = torch.randn(HEADS)
+    q, k, v = rows(20)
+    expected = kv.attend_dense(q, k, v, [0, 20], sink_logits=engine.layer.sink_logits).out
+    torch.testing.assert_close(engine.step({0: (q, k, v)})[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "table", "message"),
+    [([40], [[99, 1]], "names pages outside"), ([-3], [[1, 2]], "length of sequence 0"), ([5], [[1, 2]], "more new")],
+)
+def test_contents_out_of_range_are_refused_before_anything_is_written(
+    ends: list[int], table: list[list[int]], message: str
+) -> None:
+    engine = Engine(kv.Format.parse("k4v4", DIM), kv.Scoring())
+    before = engine.memory.clone()
+    q, k, v = rows(8)
+    step = Step(
+        8,
+        torch.tensor([0, 8], dtype=torch.int32),
+        torch.tensor(ends, dtype=torch.int32),
+        torch.tensor(table, dtype=torch.int32),
+        engine.buffers,
+    )
+    with pytest.raises(InputError, match=message):
+        engine.layer.forward(q, k, v, engine.memory, step, torch.empty(8, HEADS, DIM))
+    assert torch.equal(engine.memory, before)
+
+
+def test_step_with_wrong_shapes_is_refused() -> None:
+    with pytest.raises(InputError, match="3 sequences need"):
+        Step(3, torch.arange(4).int(), torch.ones(3).int(), torch.zeros(3, 2).int(), Lengths(2, CPU))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a guard page behind it, made here for Linux")
+@pytest.mark.parametrize("name", ["k4v4", "k3v2", "k8v5", "k16v16"])
+def test_memory_without_spare_bytes(name: str) -> None:
+    """An engine's memory ends with its last page: reading past it would end the process."""
+    torch.manual_seed(5)
+    format = kv.Format.parse(name, DIM)
+    engine = Engine(format, kv.Scoring(), blocks=3, seqs=1, width=2)
+    engine.memory = guarded(engine.memory.numel()).view(engine.memory.shape)
+    engine.step({0: rows(2 * BLOCK - 1)})
+    assert bool(engine.step({0: rows(1)})[0].isfinite().all())
+
+
+def guarded(size: int) -> Tensor:
+    """Memory whose end is the start of a page that cannot be read."""
+    page = mmap.PAGESIZE
+    whole = -(-size // page) * page
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    start = libc.mmap(None, whole + page, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
+    assert libc.mprotect(start + whole, page, 0) == 0
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(start + whole - size), dtype=torch.uint8)
+
+
+def test_plan_of_a_format() -> None:
+    assert Plan.parse({}) is None
+    assert Plan.parse({"another plugin": 1}) is None
+    plan = Plan.parse({"aurakv": "k4v16"})
+    assert plan is not None
+    assert plan.layer((64, 64), torch.float32).name == "k4v16:f32"
+    for wrong in (4, None, {"format": "k4v4"}, "k4", "k7v4"):
+        with pytest.raises(InputError):
+            Plan.parse({"aurakv": wrong})
+
+
+def test_pages_of_whole_blocks_have_no_padding() -> None:
+    """vLLM counts bytes per token; our pages must be exactly that many times their tokens."""
+    for name in ("k2v2", "k3v3", "k4v5", "k6v8", "k16v16"):
+        for dim in (64, 80, 96, 128, 160, 256):
+            format = kv.Format.parse(name, dim)
+            assert format.layout(3 * TOKENS).bytes == 3 * TOKENS * format.bytes_per_token
