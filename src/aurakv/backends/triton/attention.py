@@ -234,7 +234,17 @@ def _attend(
         prepare_kernel[(kv_heads, triton.cdiv(tokens * group, 16))](
             q, *q.stride(), key_offset, key_matrix, rotated, factors, n, multiplier, heads, group, k_side, rotate, 16
         )
-    place, page, ring = where
+    call = tables.Call(
+        *where,
+        seqs_constant(starts, starts.shape[0] - 1, tokens),
+        scoring.causal,
+        scoring.window is not None,
+        2 if scoring.exact else 1 if scoring.first or scoring.recent else 0,
+        scoring.softcap is not None,
+        scoring.threshold > 0,
+        not plan.prepared,
+        not plan.finished,
+    )
     attend_kernel[(plan.blocks, kv_heads, plan.splits)](
         q,
         *q.stride(),
@@ -273,21 +283,7 @@ def _attend(
         rotate,
         unit,
         chunk,
-        key.row_bytes,
-        value.row_bytes,
-        tables.DTYPES[key.dtype],
-        tables.DTYPES[value.dtype],
-        place,
-        page,
-        ring,
-        seqs_constant(starts, starts.shape[0] - 1, tokens),
-        scoring.causal,
-        scoring.window is not None,
-        2 if scoring.exact else 1 if scoring.first or scoring.recent else 0,
-        scoring.softcap is not None,
-        scoring.threshold > 0,
-        not plan.prepared,
-        not plan.finished,
+        call,
         plan.rows,
         plan.keys,
         plan.stages,

@@ -39,17 +39,17 @@ def rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE: tl.constexp
         if p_offset is not None:
             x = x.to(tl.float32) - tl.load(p_offset[:, None] + (c + o_chunk)[None, :], mask=m_row[:, None], other=0)
         if SIDE.chunk < SIDE.dim:
-            b_matrix = load_matrix(p_matrix, c, SIDE)
-        y = tl.dot(x.to(SIDE.operand), b_matrix, y, input_precision="tf32x3")
+            b_part = load_matrix(p_matrix, c, SIDE)
+        else:
+            b_part = b_matrix
+        y = tl.dot(x.to(SIDE.operand), b_part, y, input_precision="tf32x3")
     return y
 
 
 @triton.jit
-def encode_rows(p_row, stride, p_offset, m_row, constants, b_matrix, p_data, p_scale, DTYPE: tl.constexpr,
-                SIDE: tl.constexpr):  # fmt: skip
-    """Encode vectors at p_row [rows] into bytes at p_data [rows] and scales at p_scale [rows] of type DTYPE.
-
-    constants: matrix, levels and boundaries."""
+def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_bounds, p_data, p_scale,
+                DTYPE: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
+    """Encode vectors at p_row [rows] into bytes at p_data [rows] and scales at p_scale [rows] of type DTYPE."""
     COLUMNS: tl.constexpr = SIDE.columns
     BITS: tl.constexpr = SIDE.bits
     DIM: tl.constexpr = SIDE.dim
@@ -65,7 +65,7 @@ def encode_rows(p_row, stride, p_offset, m_row, constants, b_matrix, p_data, p_s
         p = p_data.to(tl.pointer_type(DTYPE), bitcast=True)
         tl.store(p[:, None] + o_coordinate[None, :], cast(x, DTYPE), mask=m)
     else:
-        y = rotate(p_row, stride, p_offset, m_row, constants[0], b_matrix, SIDE)
+        y = rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE)
         power = tl.sum(y * y, 1)
         unit = tl.full([p_row.shape[0]], 1.0, tl.float32)
         if tl.max((~((power > 1e-25) & (power < 1e25))).to(tl.int32), 0) > 0:
@@ -81,9 +81,9 @@ def encode_rows(p_row, stride, p_offset, m_row, constants, b_matrix, p_data, p_s
         if len(SYMMETRIC) > 0:
             code, size, level = quantise_symmetric(z, BITS, BOUNDS, SYMMETRIC)
         else:
-            code = quantise(z, constants[2], BITS, BOUNDS)
+            code = quantise(z, p_bounds, BITS, BOUNDS)
             size = z
-            level = to_levels(code.to(tl.uint32), constants[1], BITS, COEF)
+            level = to_levels(code.to(tl.uint32), p_levels, BITS, COEF)
         if COLUMNS > DIM:
             level = tl.where(m_column, level, 0.0)
         energy = tl.sum(level * level, 1)
@@ -102,7 +102,7 @@ def encode_rows(p_row, stride, p_offset, m_row, constants, b_matrix, p_data, p_s
 def whole_matrix(p_matrix, SIDE: tl.constexpr):
     """What `rotate` takes as b_matrix."""
     if SIDE.bits == 16 or SIDE.chunk < SIDE.dim:
-        return None
+        return tl.full([], 0.0, tl.float32)
     else:
         return load_matrix(p_matrix, 0, SIDE)
 
@@ -139,15 +139,17 @@ def encode_kernel(
     p_row = x + i_token * stride_token + i_head * stride_head
     p_data = data + o_row.to(tl.int64) * row_bytes
     b_matrix = whole_matrix(matrix, SIDE)
-    encode_rows(p_row, stride_dim, p_offset, m_row, (matrix, levels, bounds), b_matrix, p_data, p_scale, DTYPE, SIDE)
+    encode_rows(
+        p_row, stride_dim, p_offset, m_row, matrix, b_matrix, levels, bounds, p_data, p_scale, DTYPE, SIDE
+    )  # fmt: skip
 
 
 @triton.jit
-def append_side(x, stride, offset, constants, data, page_bytes, codes, scales, pool, blocks,
+def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
                 BYTES: tl.constexpr, DTYPE: tl.constexpr, SIDE: tl.constexpr, HEADS: tl.constexpr, RING: tl.constexpr,
                 SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Keys or values x of every so many-th block into the pages; whether one was refused."""
-    b_matrix = whole_matrix(constants[0], SIDE)
+    b_matrix = whole_matrix(matrix, SIDE)
     known_seq = tl.full([], -1, tl.int32)
     known_fits = tl.full([], 0, tl.int32)
     refused = tl.full([], False, tl.int1)
@@ -163,7 +165,9 @@ def append_side(x, stride, offset, constants, data, page_bytes, codes, scales, p
         p_piece = data + o_piece * page_bytes
         p_data = p_piece + codes + i_row.to(tl.int64) * BYTES
         p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
-        encode_rows(p_row, stride[2], p_offset, m_row, constants, b_matrix, p_data, p_scale, DTYPE, SIDE)
+        encode_rows(
+            p_row, stride[2], p_offset, m_row, matrix, b_matrix, levels, bounds, p_data, p_scale, DTYPE, SIDE
+        )  # fmt: skip
     return refused
 
 
@@ -219,12 +223,12 @@ def append_kernel(
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
     if tl.program_id(1) == 0:
         refused = append_side(
-            k, (k_token, k_head, k_dim), key_offset, (key_matrix, key_levels, key_bounds), data, page_bytes, key_codes,
+            k, (k_token, k_head, k_dim), key_offset, key_matrix, key_levels, key_bounds, data, page_bytes, key_codes,
             key_scales, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, RING, SEQS, ROWS,
         )  # fmt: skip
     else:
         refused = append_side(
-            v, (v_token, v_head, v_dim), value_offset, (value_matrix, value_levels, value_bounds), data, page_bytes,
+            v, (v_token, v_head, v_dim), value_offset, value_matrix, value_levels, value_bounds, data, page_bytes,
             value_codes, value_scales, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, RING, SEQS, ROWS,
         )  # fmt: skip
     advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)

@@ -19,7 +19,7 @@ from .codes import INTERPRETED
 FAST_ERROR = 3e-5  # of a level, relative: below what rounding to float16 costs
 KEY_ERROR = 1.5e-4  # of a key's level in float16, relative
 PAIR_UNIT = 16.0  # keeps the second float16 of a level out of the subnormal range
-MAX_TERMS = 12
+MAX_TERMS = 8
 
 # Sums of products run over at least this many elements: the smaller the pieces that an operand is made from, the more
 # elements Triton 3.6 lays out at a time (16 for pieces of 16 bits), and shorter sums count some of them several times.
@@ -33,6 +33,8 @@ class Side(NamedTuple):
 
     dim: int
     bits: int
+    bytes: int  # of a row
+    dtype: Any  # of scales, or of raw vectors
     columns: int  # of a tile: 8·groups, or dim rounded up to a power of two for raw vectors
     groups: int
     coef: tuple[float, ...]
@@ -41,6 +43,22 @@ class Side(NamedTuple):
     pairs: bool  # whether a key's level is the sum of two float16 numbers
     operand: Any  # dtype of matrix products; keys in float16 are multiplied by queries in two parts
     precision: str  # of float32 products; tf32x3 is as good as float32
+
+
+class Call(NamedTuple):
+    """Constexpr of attention: what a call asks for."""
+
+    place: int  # where keys lie, see attend_kernels
+    page: int  # tokens
+    ring: bool
+    seqs: int  # see slots.find_block
+    causal: bool
+    window: bool
+    exact: int  # see masks
+    cap: bool
+    sparse: bool
+    fused: bool  # queries are rotated here
+    final: bool  # results are rotated back here
 
 
 class Encoder(NamedTuple):
@@ -84,20 +102,21 @@ def side(codec: Codec, exact: bool, query: torch.dtype, key: bool = False) -> Si
     """Products with codes run in float16. A peaked softmax magnifies errors of keys: if float16 does not hold their
     table nearly exactly, each level is a sum of two. Products with raw vectors run in their own type if the query has
     it, else in float32."""
-    width = columns(codec)
+    width, shape = columns(codec), (codec.dim, codec.bits, codec.row_bytes, DTYPES[codec.dtype])
     if codec.coded:
         if exact:
-            return Side(codec.dim, codec.bits, width, width // 8, (), "", 1.0, False, tl.float32, "tf32x3")
+            return Side(*shape, width, width // 8, (), "", 1.0, False, tl.float32, "tf32x3")
         factor = float16_unit(codec.levels) if key else 1.0
         if not factor:
-            return Side(codec.dim, codec.bits, width, width // 8, (), "", PAIR_UNIT, True, tl.float16, "tf32x3")
+            coef = curve(codec.levels)
+            return Side(*shape, width, width // 8, coef, "", PAIR_UNIT, True, tl.float16, "tf32x3")
         asm = "" if INTERPRETED.value else _nibble_asm(codec.levels, codec.bits, factor)
-        coef = () if asm else polynomial(codec.levels)
-        return Side(codec.dim, codec.bits, width, width // 8, coef, asm, factor, False, tl.float16, "tf32x3")
+        coef = () if asm else curve(codec.levels)
+        return Side(*shape, width, width // 8, coef, asm, factor, False, tl.float16, "tf32x3")
     same = operand_of(codec.dtype) != tl.float32 and codec.dtype == query and not exact
     single = not exact and torch.float32 not in (codec.dtype, query)  # both fit into tf32
     operand = DTYPES[codec.dtype] if same else tl.float32
-    return Side(codec.dim, 16, width, 0, (), "", 1.0, False, operand, "tf32" if single else "tf32x3")
+    return Side(*shape, width, 0, (), "", 1.0, False, operand, "tf32" if single else "tf32x3")
 
 
 @functools.cache
@@ -196,20 +215,21 @@ def _halvings(dim: int) -> int:
 
 
 @functools.cache
-def polynomial(levels: Levels) -> tuple[float, ...]:
-    """Coefficients of an odd polynomial through the levels, within FAST_ERROR; () if there is none short enough.
+def curve(levels: Levels) -> tuple[float, ...]:
+    """Coefficients of an arithmetic for the levels, within FAST_ERROR; () if there is none short enough.
 
-    In x = 2·code + 1 − n; with more than two coefficients in x/n.
+    Two are those of `cubic`. More are those of a polynomial p with level = x·p(log2(1 + 1/n − x²)), x = (2·code + 1)/n −
+    1: the levels that are best for a normal distribution follow its quantiles, which grow like that.
     """
     coef = cubic(levels)
-    if coef or not _symmetric(levels) or len(levels) > 64:
+    if coef or not _symmetric(levels):
         return coef
-    half = np.array(levels[len(levels) // 2 :])
+    n, half = len(levels), np.array(levels[len(levels) // 2 :])
     if half[0] <= 0:
         return ()
     x = (np.arange(len(half)) + 0.5) / len(half)
     for terms in range(3, min(len(half), MAX_TERMS) + 1):
-        powers = np.stack([x ** (2 * i + 1) for i in range(terms)], 1)
+        powers = np.stack([x * np.log2(1 + 1 / n - x * x) ** i for i in range(terms)], 1)
         weight = 1 / half
         for _ in range(40):  # reweighted least squares approach the smallest maximum
             found = np.linalg.lstsq(powers * weight[:, None], half * weight, rcond=None)[0]
