@@ -6,8 +6,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 .PHONY: demo test test-model test-full fuzz lint format docs golden eval-quality clean
 
-demo: $(VENV)/.core
-	$(BIN)/python examples/demo.py
+demo: $(VENV)/.demo
+	$(BIN)/aurakv demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "not full and not model"
@@ -53,15 +53,20 @@ golden: $(VENV)/.test
 	$(BIN)/python tests/make_golden.py
 
 include native.mk
+include serving.mk
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(VLLM_VENV) build dist
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable ".[cli,hf]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core

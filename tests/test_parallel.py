@@ -202,6 +202,7 @@ CASES = {
     "offsets": Case(offsets=True, scoring=kv.Scoring(softcap=20.0)),
     "exact": Case(exact=kv.Exact(5, 20, torch.float32)),
     "exact first": Case(exact=kv.Exact(40, 0, torch.float32)),
+    "exact many": Case(exact=kv.Exact(100, 0, torch.float32), scoring=WINDOW, block=32),
     "exact recent": Case(exact=kv.Exact(0, 7, torch.bfloat16), dtype=torch.bfloat16),
     "exact window": Case(exact=kv.Exact(5, 20, torch.float32), scoring=WINDOW, offsets=True, sink_logits=(1.0,) * 4),
     "ring": Case(storage="ring", scoring=WINDOW),

@@ -22,6 +22,7 @@ CASES = {
     "ring": Case(storage="ring", scoring=WINDOW, chunk=16),
     "ring exact": Case("k8v3", storage="ring", scoring=WINDOW, exact=EXACT, chunk=16, offsets=True),
     "paged": Case(storage="paged", exact=EXACT),
+    "first": Case(exact=kv.Exact(40, 0, torch.float32)),
 }
 
 
@@ -43,6 +44,9 @@ def run_life(name):
         step(caches, (2, 1, 1, 1), 20, case)
         both(caches, "reorder", [3, 1, 1, 0])
         step(caches, (20, 1, 4, 17), 30, case)
+        if name in ("growing", "first"):  # no window, so any length
+            both(caches, "truncate", 1, 25)
+            step(caches, (0, 30, 1, 1), 35, case)
         both(caches, "free", 1)
         both(caches, "reserve", 20)
         step(caches, (1, 40, 0, 1), 40, case)

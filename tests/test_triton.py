@@ -148,7 +148,7 @@ def test_constants():
     from aurakv.backends.triton import tables
     from aurakv.rotation import rotation
 
-    for name, bits in (("cubic", 4), ("cubic", 8), ("lloyd-max", 4), ("lloyd-max", 5), ("lloyd-max", 6), ("lloyd-max", 8)):
+    for name, bits in (("cubic", 4), ("cubic", 8), *(("lloyd-max", bits) for bits in (4, 5, 6, 8))):
         levels = codebook.table(name, bits)
         coef = tables.curve(levels)
         x = 2 * torch.arange(2**bits, dtype=torch.float64) + 1 - 2**bits

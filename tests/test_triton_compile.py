@@ -65,7 +65,8 @@ class CompileOnly:
                 aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
             if aligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constants, attributes)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = kind(self.kernel, signature, constants, attributes)
         options = {"num_warps": num_warps, **{name: x for name, x in options.items() if x is not None}}
         compiled = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
         self.seen[self.kernel.fn.__name__] = (compiled, num_warps)
@@ -89,8 +90,7 @@ def resources(cubin: bytes, directory: Path) -> tuple[int, int, int]:
     """
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", disassemble(cubin, directory, "-res-usage"))[0]
     code = [
-        (int(at, 16), text)
-        for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", disassemble(cubin, directory))
+        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", disassemble(cubin, directory))
     ]
     bodies = []
     for at, text in code:
@@ -182,7 +182,9 @@ def test_extend(compile_for, capability):
     list(compile_for.report(seen, capability, "extend"))
 
 
-@pytest.mark.parametrize(("name", "dim", "page"), [("k4v4", 128, 64), ("k3v2", 64, 8192), ("k2/v4:minifloat", 128, 128)])
+@pytest.mark.parametrize(
+    ("name", "dim", "page"), [("k4v4", 128, 64), ("k3v2", 64, 8192), ("k2/v4:minifloat", 128, 128)]
+)
 def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
     """Warp-group products that run beside decoding, without spills and without being serialised."""
     seen = compile_for(90)

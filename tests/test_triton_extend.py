@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter knows no Gluon", allow_module_level=True)
 
-from aurakv.backends.triton import extend
+from aurakv.backends.triton import extend  # noqa: E402
 
 on_gpu = pytest.mark.skipif(
     backends.why_not("triton", None, "cuda") is not None or torch.cuda.get_device_capability()[0] != 9,

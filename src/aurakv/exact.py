@@ -11,6 +11,7 @@ from torch import Tensor
 from .checks import whole
 from .codec import Codec, Format
 from .pool import PagePool
+from .scoring import uncompressed
 from .table import Kept, Table, round_up
 
 
@@ -24,7 +25,7 @@ class Exact(NamedTuple):
 
     def seen(self, key: Tensor, query: int) -> Tensor:
         """Which keys the query at a position uses uncompressed; both are positions."""
-        return (key < self.first) | (key > query - self.recent)
+        return uncompressed(key, query, self.first, self.recent)
 
     def table(self, beside: Table) -> Table | None:
         """Where the exact tokens of a table lie, if any. `recent` is the window of a ring and `first` its sinks;

@@ -48,8 +48,7 @@ class Scoring:
             seen &= key <= query
         if self.window is not None:
             seen &= (key > query - self.window) | (key < self.sinks)
-        uncompressed = (key < self.first) | ((key > query - self.recent) & (self.recent > 0))
-        return seen & (uncompressed == self.exact)
+        return seen & (uncompressed(key, query, self.first, self.recent) == self.exact)
 
     def cap(self, scores: Tensor) -> Tensor:
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
@@ -71,6 +70,11 @@ class Scoring:
             last = highest - self.recent + 1 if self.recent else stop
             spans = [_overlap(a, range(self.first, max(last, self.first))) for a in spans]
         return [span for span in spans if len(span)]
+
+
+def uncompressed(key: Tensor, query: Tensor | int, first: int, recent: int) -> Tensor:
+    """Whether the query at a position uses the key at a position uncompressed."""
+    return (key < first) | ((key > query - recent) & (recent > 0))
 
 
 def _overlap(a: range, b: range) -> range:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 CPU_RIVALS = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16 enable_gqa": torch.bfloat16}
 CUDA_RIVALS = {"bf16 cuDNN": SDPBackend.CUDNN_ATTENTION, "bf16 flash": SDPBackend.FLASH_ATTENTION}
-TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the norm of the result: on a GPU it is bfloat16
+TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}  # of the norm of the result: on a GPU it is bfloat16, a mean of random values
 
 
 class Shape(NamedTuple):

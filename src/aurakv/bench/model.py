@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .timing import wait
+from .timing import alone, wait
 
 WARM = 3  # steps of each cache that are not counted
 
@@ -35,15 +35,16 @@ class Run:
         self.next = ids[:, -1:].to(self.model.device)
 
     @torch.no_grad()
-    def decode(self) -> None:
+    def decode(self, realtime: bool = False) -> None:
         """Read one token and choose the likeliest next one."""
         self.model.set_attn_implementation(self.attention)
         wait(self.model.device)
-        began = time.perf_counter()
-        logits = self.model(self.next, past_key_values=self.cache, logits_to_keep=1).logits
-        self.next = logits[:, -1:].argmax(-1)
-        wait(self.model.device)
-        self.seconds.append(time.perf_counter() - began)
+        with alone(realtime):
+            began = time.perf_counter()
+            logits = self.model(self.next, past_key_values=self.cache, logits_to_keep=1).logits
+            self.next = logits[:, -1:].argmax(-1)
+            wait(self.model.device)
+            self.seconds.append(time.perf_counter() - began)
         self.tokens.append(int(self.next))
 
     @property
@@ -51,9 +52,9 @@ class Run:
         return 1 / statistics.median(self.seconds[WARM:])
 
 
-def decode(runs: Sequence[Run], steps: int, step: Callable[[], None] = lambda: None) -> None:
+def decode(runs: Sequence[Run], steps: int, step: Callable[[], None] = lambda: None, *, realtime: bool = False) -> None:
     """So many tokens of each run. Every token is computed, also after the end of an answer: times stay comparable."""
     for _ in range(steps):
         for run in runs:
-            run.decode()
+            run.decode(realtime)
             step()

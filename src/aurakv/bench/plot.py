@@ -15,8 +15,10 @@ RIVAL = "#9ca3af"
 def figure(width: float, height: float, columns: int = 1) -> Any:
     """A figure on paper of its own colour, so that it reads on light and dark pages: (figure, axes)."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    made = Figure(figsize=(width, height), dpi=160, facecolor=PAPER, layout="constrained")
+    room = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1)
+    made = Figure(figsize=(width, height), dpi=160, facecolor=PAPER, layout=room)
     axes = made.subplots(1, columns, squeeze=False)[0]
     for axis in axes:
         axis.set_facecolor(PAPER)

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
 Call = Callable[[int], object]  # gets the number of the call, to walk through buffers
 Times = dict[str, float]  # microseconds: us (median), low and high (quartiles)
+
+
+@contextlib.contextmanager
+def alone(realtime: bool = True) -> Iterator[None]:
+    """Keep other processes of this machine out of the block, which must be short. Needs the right to it."""
+    if realtime:
+        _schedule(os.SCHED_FIFO, 1)
+    try:
+        yield
+    finally:
+        if realtime:
+            _schedule(os.SCHED_OTHER, 0)
+
+
+def _schedule(policy: int, level: int) -> None:
+    for task in os.listdir("/proc/self/task"):
+        os.sched_setscheduler(int(task), policy, os.sched_param(level))
 
 
 class Timer(Protocol):
@@ -42,22 +60,13 @@ class HostTimer:
         return {name: summary(x) for name, x in samples.items()}
 
     def _sample(self, call: Call) -> float:
-        self._schedule(True)
-        try:
+        with alone(self.realtime):
             call(0)
             count, start = 0, time.perf_counter()
             while (passed := time.perf_counter() - start) < self.window or count == 0:
                 call(count)
                 count += 1
             return passed / count * 1e6
-        finally:
-            self._schedule(False)
-
-    def _schedule(self, first: bool) -> None:
-        if self.realtime:
-            policy, level = (os.SCHED_FIFO, 1) if first else (os.SCHED_OTHER, 0)
-            for task in os.listdir("/proc/self/task"):
-                os.sched_setscheduler(int(task), policy, os.sched_param(level))
 
 
 class GraphTimer:

@@ -30,13 +30,13 @@ def add(subparsers: Any) -> None:
         "bandwidth measured in the same run says how much is left to win.",
         [
             "aurakv bench",
-            "aurakv bench --tokens 4K,32K --format k4v4,k8v4 --batch 4 --plot bench.png",
+            "aurakv bench --tokens 4K,32K --formats k4v4,k8v4 --batch 4 --plot bench.png",
             "aurakv bench --device cuda --heads 64 --page 64 --json",
         ],
     )
     parser.add_argument("--tokens", type=frame.token_list, metavar="LIST",
                         help="numbers of tokens (default 1K,4K,16K,64K; on a GPU 2K,8K,32K,128K)")  # fmt: skip
-    parser.add_argument("--format", type=frame.names, default=FORMATS, metavar="LIST",
+    parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
                         help=f"formats, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
     parser.add_argument("--batch", type=frame.count, default=1, help="sequences (default 1)")
     parser.add_argument("--heads", type=frame.count, default=32, help="query heads (default 32)")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     screen, device = frame.Screen(args), loading.device(args)
     if args.heads % args.kv_heads:
         raise InputError(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
-    for name in args.format:
+    for name in args.formats:
         Format.parse(name, args.head_dim)  # refused now, not after minutes
     if args.plot is not None:
         frame.picture(args.plot)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         for tokens in lengths:
             step(text=f"{tokens:,} tokens")
             shape = decode.Shape(args.batch, args.heads, args.kv_heads, args.head_dim, tokens, args.page)
-            rows += decode.decode(timer, shape, args.format, device, args.backend)
+            rows += decode.decode(timer, shape, args.formats, device, args.backend)
     for row in rows:
         if "GB/s" in row:
             row["of read bandwidth"] = round(row["GB/s"] * 1e9 / speed, 3)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
 CHUNK = 256  # tokens that are read at a time
-QUESTION = "What did Alice find on the little glass table, and what did she do with it?"
+QUESTION = "Summarise the story in two sentences."
 
 
 def add(subparsers: Any) -> None:
@@ -33,12 +33,12 @@ def add(subparsers: Any) -> None:
         "how often both find the same token most likely. Saves a picture.",
         [
             "aurakv demo",
-            "aurakv demo --format k8v4,k4v4 --tokens 2K --picture demo.png",
+            "aurakv demo --formats k8v4,k4v4 --tokens 2K --picture demo.png",
             'aurakv demo --model path/to/model --file report.txt --question "What is the conclusion?"',
         ],
     )
-    parser.add_argument("--format", type=frame.names, default=FORMATS, metavar="LIST",
-                        help=f"formats, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
+    parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
+                        help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
     parser.add_argument("--tokens", type=frame.tokens, default=4352, help="of the prompt (default 4352)")
     parser.add_argument("--answer", type=frame.tokens, default=48, help="tokens to generate (default 48)")
     parser.add_argument("--file", type=Path, help="a text to read (default two chapters of Alice in Wonderland)")
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
     from ..hf.choose import UNCOMPRESSED
 
     screen = frame.Screen(args)
-    if UNCOMPRESSED in args.format or len(set(args.format)) < len(args.format):
-        raise InputError(f"--format must name compressed formats, each once, got {','.join(args.format)}")
+    if UNCOMPRESSED in args.formats or len(set(args.formats)) < len(args.formats):
+        raise InputError(f"--formats must name compressed formats, each once, got {','.join(args.formats)}")
     frame.picture(args.picture)
     loaded = loading.load(args, screen)
     ids = _prompt(args, loaded)
@@ -135,15 +135,14 @@ def _read(
 
         return make
 
-    names = [UNCOMPRESSED, *args.format]
-    makers = {name: maker(name) for name in names}
-    passes = (len(names) + 1) * -(-ids.shape[1] // CHUNK)
+    plain, makers = maker(UNCOMPRESSED), {name: maker(name) for name in args.formats}
+    passes = (1 + len(makers)) * -(-ids.shape[1] // CHUNK)
     with screen.progress(f"reading {ids.shape[1]:,} tokens", passes) as step:
-        _, *rows = compare(loaded.model, ids, makers, chunk=CHUNK, progress=lambda done, total: step())
+        rows = compare(loaded.model, ids, makers, chunk=CHUNK, reference=plain, progress=lambda done, total: step())
     for run in made.values():
         run.cache.crop(-1)  # the last token is where decoding begins
         run.prefill(ids)
-    return rows, [made[name] for name in names]
+    return rows, list(made.values())
 
 
 def _show(screen: frame.Screen, results: list[dict[str, Any]], facts: dict[str, Any], answer: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
 BUILTIN = "alice (built in)"
 PLAIN = "plain:"
-GROUP = 4  # caches that share one run of the uncompressed model; their rows are saved together
+GROUP = 8  # caches that share one run of the uncompressed model; their rows are saved together
 CHUNK = 256  # tokens at a time: what an AuraCache computes does not depend on it
 RIVAL_CHUNK = 64  # quantised caches of transformers then see as many unquantised tokens as in decoding, on average
 NEEDLES = (1024, 2048, 4096, 8192)
@@ -137,7 +137,7 @@ class Work:
                   "ids": text_key(ids), "tokens": ids.shape[1], "every": self.args.every}  # fmt: skip
         keys = {name: {**shared, "format": name} for name in (REFERENCE, *self.makers)}
         missing = [name for name in self.makers if self.results.find(keys[name]) is None]
-        for chunk, group in _groups(missing, rivals.names()):
+        for chunk, group in _groups(missing, rivals.QUANTISED):
             passes = (len(group) + 1) * -(-ids.shape[1] // chunk)
             with self.screen.progress(f"{text_name}: {', '.join(group)}", passes) as step:
                 chosen = {name: self.makers[name] for name in group}
@@ -202,7 +202,7 @@ class Work:
         return tokens
 
 
-def _groups(names: Sequence[str], others: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+def _groups(names: Sequence[str], others: Collection[str]) -> Iterator[tuple[int, list[str]]]:
     """(chunk, names) that run side by side."""
     for chunk, chosen in (
         (CHUNK, [n for n in names if n not in others]),

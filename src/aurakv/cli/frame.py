@@ -139,7 +139,9 @@ class Screen:
 
         if self.json:
             return
-        made = Table(title=Text(title) if title else None, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        if title:
+            self.out.print(Text(title, style="bold"), soft_wrap=True)  # a title of the table would break at its width
+        made = Table(box=SIMPLE_HEAD)
         cells = [[str(cell) for cell in row] for row in rows]
         for at, name in enumerate(columns):
             number = name.startswith(">")
@@ -172,11 +174,13 @@ class Screen:
 
 
 def picture(path: Path) -> Path:
-    """A path that matplotlib can write to, checked before the work that leads to it."""
+    """A path that matplotlib, if it is installed, can write to: checked before the work that leads to a picture."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InputError(f"a picture must end with .png, .svg or .pdf, got {path}")
     if not path.parent.is_dir():
         raise InputError(f"{path.parent} must be a folder that exists, to save {path.name} in it")
+    import matplotlib  # noqa: F401
+
     return path
 
 

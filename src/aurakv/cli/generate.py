@@ -37,7 +37,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     parser.add_argument("--system", help="a system message for the chat template")
     parser.add_argument(
-        "--format", default="k8v4", help="format of the cache, or none for the uncompressed one (default k8v4)"
+        "--format",
+        default="k8v4",
+        help="format or policy of the cache, or none for the uncompressed one (default k8v4)",
     )
     parser.add_argument("--first", type=frame.natural, help="so many first tokens stay uncompressed")
     parser.add_argument("--recent", type=frame.natural, help="and so many most recent ones")

@@ -11,11 +11,13 @@ from .. import models
 from ..bench import bandwidth, machine
 from ..codec import DTYPE_NAMES, DTYPES, Format
 from ..errors import InputError
+from ..exact import Exact
+from ..policy import Policy, shipped
 from ..table import MAX_LENGTH, Kept, round_up
 from . import frame
 
 FORMATS = ["k16v16", "k8v8", "k8v4", "k6v4", "k4v4", "k3v3", "k2v2"]
-ROLLBACK = 32  # what AuraCache keeps beyond a window by default
+FIRST, ROLLBACK = 4, 32  # exact first tokens, and tokens beyond a window, that AuraCache keeps by default
 
 
 class Layer(NamedTuple):
@@ -32,6 +34,13 @@ class Layer(NamedTuple):
         kept = Kept(self.window, 0, max(16, self.window // 8), ROLLBACK)
         pages = min(kept.width(64), -(-tokens // 64))
         return format.layout(64).bytes * self.kv_heads * pages
+
+    def exact(self, exact: Exact, tokens: int) -> int:
+        """Bytes of the tokens that lie there uncompressed, too."""
+        rows = exact.page_size(min(tokens, exact.first)) if exact.first else 0
+        if exact.recent:
+            rows = 16 * min(Kept(exact.recent, exact.first, 16, exact.rollback).width(16), -(-tokens // 16))
+        return rows * sum(self.head_dim) * exact.dtype.itemsize * self.kv_heads
 
     def read(self, format: Format, tokens: int) -> int:
         """Bytes that the attention of one new token reads."""
@@ -54,18 +63,19 @@ def add(subparsers: Any) -> None:
         "show what fits into memory, in each format",
         "For a model and a memory budget for its cache: how many tokens one sequence can have, how many sequences of\n"
         "a given length fit, and what each decode step reads and how long that takes at least. Layers that attend in\n"
-        "a sliding window hold a ring of fixed size and are counted so. The weights of the model are not included.",
+        "a sliding window hold a ring of fixed size and are counted so, as are tokens kept uncompressed (the first 4,\n"
+        "or what a policy says). The weights of the model are not included.",
         [
             "aurakv plan --memory 2GiB",
             "aurakv plan --memory 40GB --tokens 32K --model path/to/model --bandwidth 3.35TB",
-            "aurakv plan --memory 16GiB --layers 32 --kv-heads 8 --head-dim 128 --format k8v4,k4v4",
+            "aurakv plan --memory 16GiB --layers 32 --kv-heads 8 --head-dim 128 --formats k8v4,k4v4",
             "aurakv plan --memory 16GiB --layers 32 --kv-heads 8 --head-dim 128 --window 4096 --window-layers 16",
         ],
     )
     parser.add_argument("--memory", type=frame.size, required=True, help="bytes for the cache, e.g. 8GiB")
     parser.add_argument("--tokens", type=frame.tokens, default=4096, help="length of a sequence (default 4096)")
-    parser.add_argument("--format", type=frame.names, default=FORMATS, metavar="LIST",
-                        help=f"formats, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
+    parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
+                        help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
     parser.add_argument("--model", help="local path or hub id of a model (default SmolLM2-135M-Instruct)")
     parser.add_argument("--layers", type=frame.count, help="instead of a model: its attention layers, with …")
     parser.add_argument("--kv-heads", type=frame.count, help="… KV heads in each …")
@@ -82,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     screen, model = frame.Screen(args), _model(args)
     device = machine.devices()[0]
     speed = args.bandwidth or bandwidth.read(device)
-    rows = [_row(model, name, args.memory, args.tokens, speed) for name in args.format]
+    rows = [_row(model, name, args.memory, args.tokens, speed) for name in args.formats]
     layers = {layer: model.layers.count(layer) for layer in model.layers}
     screen.say(f"{model.name}: " + "; ".join(_describe(layer, n) for layer, n in layers.items()))
     if model.uncounted:
@@ -119,10 +129,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dict[str, Any]:
-    pairs = [(layer, Format.parse(name, layer.head_dim, model.dtype)) for layer in model.layers]
+    names, first, recent = _formats(model, name)
+    pairs = [
+        (layer, Format.parse(x, layer.head_dim, model.dtype)) for layer, x in zip(model.layers, names, strict=True)
+    ]
+    exact = Exact(first, recent, model.dtype, ROLLBACK)
+    coded = [layer for layer, format in pairs if format.key.coded or format.value.coded]
 
     def held(count: int) -> int:
-        return sum(layer.held(format, count) for layer, format in pairs)
+        codes = sum(layer.held(format, count) for layer, format in pairs)
+        return codes + sum(layer.exact(exact, count) for layer in coded)
 
     uncompressed = sum(
         sum(layer.head_dim) * layer.kv_heads * model.dtype.itemsize * min(tokens, layer.window or tokens)
@@ -139,6 +155,16 @@ def _row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dic
         "read_per_step": read,
         "seconds_per_step": read / speed,
     }
+
+
+def _formats(model: Model, name: str) -> tuple[list[str], int, int]:
+    """The format of each layer, and how many first and recent tokens are exact: of a policy or of one format."""
+    if not name.endswith(".json") and name not in shipped():
+        return [name] * len(model.layers), FIRST, 0
+    policy = Policy.load(name)
+    for layer in model.layers:
+        policy.check_model(len(model.layers), layer.kv_heads, layer.head_dim[0])
+    return [layer.format for layer in policy.layers], policy.first, policy.recent
 
 
 def _most(held: Any, memory: int) -> int:

@@ -51,14 +51,16 @@ def compare(
     *,
     chunk: int = 128,
     every: int = 1,
+    reference: Callable[[], Cache] | None = None,
     progress: Progress | None = None,
 ) -> list[Row]:
     """The row of the uncompressed model, then one for each of the caches, over the ids [1, n] of a text.
 
     All caches advance side by side, so that logits of one chunk are all that is held. A cache of another class than
     AuraCache says with a method `reads(start, stop)` how often it read codes, else none are counted. With `every` = n
-    only each n-th prediction is compared, which saves time where the vocabulary is large. `progress` is told how many
-    of all forward passes are done.
+    only each n-th prediction is compared, which saves time where the vocabulary is large. `reference` makes the
+    cache of the uncompressed model, for a caller who goes on with it. `progress` is told how many of all forward passes
+    are done.
     """
     ids = ids.view(1, -1).to(model.device)
     count = ids.shape[1]
@@ -70,7 +72,7 @@ def compare(
         raise InputError(f"the name {REFERENCE!r} stands for the model itself")
     register()
     before = model.config._attn_implementation
-    runs = [_Run(REFERENCE, DynamicCache(config=model.config))]
+    runs = [_Run(REFERENCE, DynamicCache(config=model.config) if reference is None else reference())]
     runs += [_Run(name, make()) for name, make in caches.items()]
     total, done = len(runs) * math.ceil(count / chunk), 0
     try:

@@ -40,7 +40,7 @@ PRESETS = {
     "turboquant_k3v4_nc": Preset(3, 4),
     "turboquant_3bit_nc": Preset(3, 3),
 }
-_QUANTISED = {  # name: (package, layer of transformers, bits)
+QUANTISED = {  # name: (package, layer of transformers, bits)
     "quanto-4": ("optimum.quanto", "QuantoQuantizedLayer", 4),
     "quanto-2": ("optimum.quanto", "QuantoQuantizedLayer", 2),
     "hqq-4": ("hqq", "HQQQuantizedLayer", 4),
@@ -51,14 +51,14 @@ _SKIPPED = 2  # layers at either end that vLLM leaves alone
 
 
 def names() -> list[str]:
-    return [*_QUANTISED, *PRESETS]
+    return [*QUANTISED, *PRESETS]
 
 
 def why_not(name: str) -> str | None:
     """None if a rival can run here, else one sentence."""
     if name not in names():
         raise InputError(f"a rival is one of {names()}, got {name!r}")
-    package = _QUANTISED[name][0] if name in _QUANTISED else None
+    package = QUANTISED[name][0] if name in QUANTISED else None
     if package is None or _installed(package):
         return None
     return f"{name} needs the package {package.replace('.', '-')}"
@@ -71,7 +71,7 @@ def make(name: str, config: PreTrainedConfig) -> Cache:
         raise InputError(reason)
     if name in PRESETS:
         return TurboQuant(config, PRESETS[name])
-    _, layer, bits = _QUANTISED[name]
+    _, layer, bits = QUANTISED[name]
     return Quantised(config, partial(getattr(cache_utils, layer), nbits=bits))
 
 

@@ -50,14 +50,21 @@ def attend_share(cache: ShardedCache, q: Tensor, bounds: list[int], call: Call) 
     for table, exact in zip(cache.local._tables, (False, True), strict=False):
         scoring = dataclasses.replace(call.scoring, exact=exact)
         for wanted, pieces in _calls(cache, table, bounds, scoring):
-            whole = _whole(table, pieces, bounds, wanted)
-            rows = None if whole else _index([piece.rows for piece in pieces], q)
+            if whole := _whole(table, pieces, bounds):
+                rows, pages, starts = None, table.pages, bounds
+                ends = [*table.lengths]
+                for piece in pieces:
+                    ends[piece.seq] = piece.end
+            else:
+                rows, pages = _index([piece.rows for piece in pieces], q), _pages(table, pieces)
+                starts = [0, *itertools.accumulate(len(piece.rows) for piece in pieces)]
+                ends = [piece.end for piece in pieces]
             part = ops.attend(
                 q if rows is None else q[rows],
-                table.pages if whole else _pages(table, pieces),
-                bounds if whole else [0, *itertools.accumulate(len(piece.rows) for piece in pieces)],
+                pages,
+                None if starts == list(range(len(starts))) else starts,  # one query each: ops has that tensor ready
                 wanted,
-                ends=None if whole else [piece.end for piece in pieces],
+                ends=None if whole and ends == table.lengths else ends,
                 splits=call.splits,
                 precision=call.precision,
                 backend=cache.local.backend,
@@ -70,7 +77,7 @@ def _calls(
     cache: ShardedCache, table: Table, bounds: list[int], scoring: Scoring
 ) -> Iterator[tuple[Scoring, list[Piece]]]:
     """What to attend to, grouped so that a query occurs once in a call."""
-    everything = Scoring(scoring.scale, causal=False, softcap=scoring.softcap, threshold=scoring.threshold)
+    plain = Scoring(scoring.scale, softcap=scoring.softcap, threshold=scoring.threshold)
     calls: defaultdict[tuple[Scoring, int], list[Piece]] = defaultdict(list)
     used: Counter[tuple[Scoring, int]] = Counter()
     for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
@@ -79,7 +86,8 @@ def _calls(
             continue
         queries = range(length - (b - a), length)
         found = seen(share, queries, length, scoring)
-        pieces = [(everything, Piece(seq, run, range(a, b), len(run))) for run in found.runs]
+        # A run ends before the first query as far as anyone can see, so every query sees all of it.
+        pieces = [(plain, Piece(seq, run, range(a, b), len(run) + b - a - 1)) for run in found.runs]
         for block in found.edges:
             piece = _edge(share, block, queries, length, scoring)
             rows = range(piece.rows.start - queries.start + a, piece.rows.stop - queries.start + a)
@@ -109,12 +117,13 @@ def _moved(scoring: Scoring, base: int) -> Scoring:
     return dataclasses.replace(scoring, sinks=max(0, scoring.sinks - base), first=max(0, scoring.first - base))
 
 
-def _whole(table: Table, pieces: list[Piece], bounds: list[int], scoring: Scoring) -> bool:
-    """Whether these pieces are all that the table holds, so that its own pages will do."""
-    if table.kept is not None or scoring.causal or scoring.window is not None:
+def _whole(table: Table, pieces: list[Piece], bounds: list[int]) -> bool:
+    """Whether these pieces are all that the table holds, with all queries, so that its own pages will do."""
+    if table.kept is not None:
         return False
-    held = {piece.seq for piece in pieces if len(piece.run) == table.lengths[piece.seq]}
-    return all(a == b or seq in held or not table.lengths[seq] for seq, (a, b) in enumerate(itertools.pairwise(bounds)))
+    given = {piece.seq: (len(piece.run), piece.rows) for piece in pieces}
+    wanted = {seq: (n, range(*bounds[seq : seq + 2])) for seq, n in enumerate(table.lengths) if n}
+    return given == {seq: each for seq, each in wanted.items() if len(each[1])}
 
 
 def _pages(table: Table, pieces: list[Piece]) -> Pages:

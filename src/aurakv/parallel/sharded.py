@@ -321,14 +321,14 @@ class ShardedCache:
 
     @property
     def _windowed(self) -> bool:
-        """Whether something is held for a window only: a ring, or exact tokens."""
-        return self.whole.kept is not None or bool(self.whole.exact.first or self.whole.exact.recent)
+        """Whether something is held for a window only: a ring, or the most recent tokens uncompressed."""
+        return self.whole.kept is not None or self.whole.exact.recent > 0
 
     @property
     def _rollback(self) -> int:
         kept, exact = self.whole.kept, self.whole.exact
         limits = [] if kept is None else [kept.rollback]
-        return min([*limits, exact.rollback] if exact.first or exact.recent else limits)
+        return min([*limits, exact.rollback] if exact.recent else limits)
 
     def _bounds(self, starts: Starts, tokens: int) -> list[int]:
         given = starts.tolist() if isinstance(starts, Tensor) else starts

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
+VERSIONS = "0.32"  # of vLLM, that `adapter` is written for
+
 
 def register() -> None:
     """Make the switch `additional_config={"aurakv": …}` known to vLLM; without it nothing changes."""
-    from . import adapter
-
-    adapter.install()
+    try:
+        from . import adapter
+    except ImportError as error:
+        warnings.warn(f"aurakv works with vLLM {VERSIONS} and is off: {error}", RuntimeWarning, stacklevel=2)
+    else:
+        adapter.install()

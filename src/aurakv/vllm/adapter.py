@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -26,10 +28,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
+from ..codec import Format
 from ..errors import InputError
 from ..scoring import Scoring
 from .layer import TOKENS, Layer, Lengths, Step
-from .plan import Plan
+from .plan import Plan, shard
 
 _installed = False
 
@@ -64,6 +67,8 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
         reason = why_not(config)
         if reason is not None:
             raise InputError(f"aurakv cannot serve this: {reason}")
+        model = config.model_config
+        plan.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
     stock(config)
 
@@ -135,6 +140,13 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
         return (KVCacheLayout.LBHNC,)  # a page is one run of bytes, head after head
 
     @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Only looks: what `AuraImpl.spec` made passes, and so does a probe of one token."""
+        if spec.state_content_bytes is None and (cls is not AuraBackend or spec.block_size > 1):
+            raise InputError(f"aurakv cannot serve this: the model has layers of the kind {type(spec).__name__}")
+        return spec
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 
@@ -181,6 +193,7 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window
         self.sinks = sinks
+        self.shares = kv_sharing_target_layer_name  # the layer whose keys and values it uses
         self.plan = plan
         self.scoring = Scoring(scale=self.scale, window=sliding_window, softcap=logits_soft_cap or None)
         self.layer: Layer | None = None
@@ -188,8 +201,12 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
     def bind(self, layer: Attention) -> Layer:
         """The layer of aurakv: it depends on what the layer of vLLM knows and its implementation is not told."""
         if self.layer is None:
-            format = self.plan.layer((layer.head_size, layer.head_size_v), layer.dtype)
-            self.layer = Layer(format, self.scoring, sink_logits=self.sinks)
+            name = self.shares or layer.layer_name
+            whole = self.plan.layer(extract_layer_index(name))
+            ranks = get_tensor_model_parallel_world_size()
+            policy = shard(whole, get_tensor_model_parallel_rank(), ranks, self.num_kv_heads)
+            format = Format.parse(policy.format, (layer.head_size, layer.head_size_v), layer.dtype)
+            self.layer = Layer(format, self.scoring, sink_logits=self.sinks, policy=policy)
         return self.layer
 
     def spec(self, layer: Attention, spec: AttentionSpec) -> AttentionSpec:

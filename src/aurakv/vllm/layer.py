@@ -11,6 +11,7 @@ from .. import ops
 from ..codec import Format
 from ..errors import InputError
 from ..pages import Pages
+from ..policy import LayerPolicy
 from ..scoring import Scoring
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
@@ -64,15 +65,13 @@ class Layer:
         scoring: Scoring,
         *,
         sink_logits: Tensor | None = None,
-        key_offset: Tensor | None = None,
-        value_offset: Tensor | None = None,
-        backend: str | None = None,
+        policy: LayerPolicy | None = None,
     ) -> None:
         self.format = format
         self.scoring = scoring
         self.sink_logits = sink_logits
-        self.offsets = (key_offset, value_offset)
-        self.backend = backend
+        self.policy = policy or LayerPolicy(format.name)
+        self._balance: tuple[Tensor, Tensor] | None = None
         self._known: dict[tuple[int, ...], Pages] = {}
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, blocks: Tensor, step: Step, out: Tensor) -> None:
@@ -82,12 +81,13 @@ class Layer:
         """
         pages = self._pages(blocks, step)
         n = step.tokens
+        q, k = self._balanced(q, k)
         pages.lengths.copy_(step.ends)
         if not step.seen and blocks.device.type == "cpu":
             step.look(pages)
         if k is not None and v is not None:  # else the layer shares the keys of an earlier one
             pages.lengths.copy_(step.before)
-            ops.append(pages, k[:n], v[:n], step.starts, backend=self.backend)
+            ops.append(pages, k[:n], v[:n], step.starts)
         part = ops.attend(
             q[:n],
             pages,
@@ -95,9 +95,18 @@ class Layer:
             self.scoring,
             ends=step.ends,
             sink_logits=self.sink_logits,
-            backend=self.backend,
         )
         out[:n] = part.out
+
+    def _balanced(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Keys times the balance of the policy, queries divided by it."""
+        if self.policy.balance is None:
+            return q, k
+        if self._balance is None:
+            balance = self.policy.balance.to(q.device)
+            group = q.shape[1] // balance.shape[0]
+            self._balance = (1 / balance).repeat_interleave(group, 0).to(q.dtype), balance.to(q.dtype)
+        return q * self._balance[0], None if k is None else k * self._balance[1]
 
     def _pages(self, blocks: Tensor, step: Step) -> Pages:
         """The engine's memory as pages. Made once per table: engines reuse theirs."""
@@ -114,11 +123,15 @@ class Layer:
                 step.table,
                 now,
                 step.buffers.overflow,
-                key_offset=self.offsets[0],
-                value_offset=self.offsets[1],
+                key_offset=_on(self.policy.key_offset, data),
+                value_offset=_on(self.policy.value_offset, data),
             )
             object.__setattr__(pages, "trusted", True)  # each step looks at the contents once for all layers
             if len(self._known) >= 64:
                 self._known.clear()
             self._known[key] = pages
         return pages
+
+
+def _on(offset: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if offset is None else offset.to(like.device)

@@ -1,22 +1,25 @@
-"""The switch: what a user writes after `--additional-config`, as a format for each layer. Knows nothing of vLLM."""
+"""The switch: what a user writes after `--additional-config`, as a policy for each layer. Knows nothing of vLLM."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
-import torch
+from torch import Tensor
 
 from ..codec import Format
 from ..errors import InputError
+from ..policy import LayerPolicy, Policy, shipped
 
 KEY = "aurakv"  # of the switch: {"aurakv": "k4v4"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which format each layer stores."""
+    """What each layer stores: one format for all, or a policy."""
 
     format: str
+    policy: Policy | None = None
 
     @classmethod
     def parse(cls, options: object) -> Plan | None:
@@ -25,10 +28,48 @@ class Plan:
             return None
         given = options[KEY]
         if not isinstance(given, str):
-            raise InputError(f'{KEY} must be the name of a format, as in {{"{KEY}": "k4v4"}}, got {given!r}')
-        Format.parse(given, 64)
-        return cls(given)
+            raise InputError(
+                f'{KEY} must be a format, a policy or a policy file, as in {{"{KEY}": "k4v4"}}, got {given!r}'
+            )
+        return _parse(given)
 
-    def layer(self, head_dim: tuple[int, int], dtype: torch.dtype) -> Format:
-        """The format of a layer; 16-bit sides store `dtype`, that of the model."""
-        return Format.parse(self.format, head_dim, dtype)
+    def check_model(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        """Refuse a model that the plan is not for."""
+        if self.policy is None:
+            Format.parse(self.format, head_dim)
+        else:
+            self.policy.check_model(layers, kv_heads, head_dim)
+
+    def layer(self, number: int) -> LayerPolicy:
+        return LayerPolicy(self.format) if self.policy is None else self.policy.layers[number]
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(given: str) -> Plan:
+    if not given.endswith(".json") and given not in shipped():
+        Format.parse(given, 64)
+        return Plan(given)
+    policy = Policy.load(given)
+    if policy.first or policy.recent:
+        raise InputError(
+            f"vLLM's blocks hold no uncompressed tokens, and policy {given} wants the first {policy.first} and the most"
+            f" recent {policy.recent} so: set both to 0 in it"
+        )
+    return Plan(f"policy {given}", policy)
+
+
+def shard(layer: LayerPolicy, rank: int, ranks: int, kv_heads: int) -> LayerPolicy:
+    """What one rank of a tensor-parallel group keeps: its KV heads; with more ranks than KV heads some share one."""
+
+    def part(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        first = rank * tensor.shape[0] // ranks
+        return tensor[first : first + kv_heads].contiguous()
+
+    return replace(
+        layer,
+        key_offset=part(layer.key_offset),
+        value_offset=part(layer.value_offset),
+        balance=part(layer.balance),
+    )

@@ -3,8 +3,8 @@
 Rows of a program are (token, head of the group) pairs of one sequence and KV head, so stored vectors are decoded once
 for all of them. Program (block, kv head, split) reads its share of the key tiles that its rows can see: first tiles
 that all rows see whole, then those at the edges of masks.
-In: q as given (CALL.fused: prepared here) or prepared by queries.prepare_kernel; pages as in Pages, or dense k, v [tokens,
-kv_heads, dim]. Out: final results (CALL.final), or `means` and `sums` for results.finish_kernel.
+In: q as given (CALL.fused: prepared here) or prepared by queries.prepare_kernel; pages as in Pages, or dense k, v
+[tokens, kv_heads, dim]. Out: final results (CALL.final), or `means` and `sums` for results.finish_kernel.
 Constexprs: K, V (tables.Side); ROTATE (tables.Encoder of the keys); CALL (tables.Call); G heads per KV head; ROWS, KEYS
 the tile. The launcher guarantees: one program per block of slots.find_block; splits only where not CALL.final.
 """
@@ -376,6 +376,6 @@ def attend_kernel(
         m_key = (o_key >= tl.where(in_a, a_start, b_start)) & (o_key < tl.where(in_a, a_stop, b_stop))
         state = attend_tile(t, m_key, query, state, source, keys, values, rule, K, V, CALL, KEYS, True)
     store_results(
-        state, bias, o_out, m_row, head, out, lse, means, sums, i_split, splits, value_matrix, value_offset, sink_logits,
-        UNIT, G, K, V, CHUNK, CALL,
+        state, bias, o_out, m_row, head, out, lse, means, sums, i_split, splits, value_matrix, value_offset,
+        sink_logits, UNIT, G, K, V, CHUNK, CALL,
     )  # fmt: skip

@@ -119,10 +119,10 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
     ]
     sizes = [make_workspace(plan, pages.format, tokens * heads).bytes for plan in plans]
     fast = _fast()
-    if fast is not None and tokens == pages.seqs and fast.why_not_format(pages.format) is None:
-        sizes.append(fast.workspace_bytes_fast(pages, heads, splits))
+    if fast is not None and fast.why_not_format(pages.format) is None:
+        sizes.append(fast.workspace_bytes_fast(pages, tokens, heads, splits))
     extend = _extend()
-    if extend is not None:
+    if extend is not None and extend.why_not_format(pages.format) is None:
         sizes.append(extend.workspace_bytes_extend(pages, tokens, heads, splits))
     return max(sizes)
 
@@ -140,7 +140,7 @@ def attend(
 ) -> Partial:
     fast = _fast()
     if fast is not None and fast.why_not_fast(q, pages, starts, scoring, precision) is None:
-        part: Partial = fast.attend_fast(q, pages, ends, scoring, sink_logits, splits, workspace)
+        part: Partial = fast.attend_fast(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
         return part
     extend = _extend()
     if extend is not None and extend.why_not_extend(q, pages, scoring, precision) is None:
@@ -290,7 +290,8 @@ def _attend(
         num_warps=plan.warps,
     )
     if plan.finished:
-        assert means is not None and sums is not None
+        assert means is not None
+        assert sums is not None
         finish(means, sums, value, exact, value_offset, sink_logits, out, lse, kv_heads, plan.splits)
     return Partial(out, lse)
 

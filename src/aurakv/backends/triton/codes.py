@@ -4,8 +4,8 @@ A tile of coded rows has 8·GROUPS columns in plane-major order: column i is cod
 group being 8 neighbouring coordinates (BITS whole bytes). Queries, offsets and outputs follow through `coordinates`, so
 a tile needs no shuffling. A tile of raw rows (BITS = 16) has its columns in natural order.
 
-Constexprs: BITS the width; GROUPS = columns / 8; COEF the level table's arithmetic (tables.curve), () to look levels up; ASM
-the PTX that turns 8 nibbles into 8 float16 levels, "" where the target has none.
+Constexprs: BITS the width; GROUPS = columns / 8; COEF the level table's arithmetic (tables.curve), () to look levels
+up; ASM the PTX that turns 8 nibbles into 8 float16 levels, "" where the target has none.
 """
 
 # mypy: ignore-errors
@@ -105,7 +105,9 @@ def log2(x):
     if INTERPRETED:
         return tl.log2(x)
     else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -200,7 +202,7 @@ def load_levels(p_row, m_row, p_levels, SIDE: tl.constexpr):
 
 @triton.jit
 def load_level_pairs(p_row, m_row, p_levels, SIDE: tl.constexpr):
-    """Like load_levels, with each level as the sum of two float16 numbers; p_levels, if needed, holds both in a word."""
+    """Like load_levels, with each level as the sum of two float16 numbers; p_levels, if needed, has both in a word."""
     BITS: tl.constexpr = SIDE.bits
     COEF: tl.constexpr = SIDE.coef
     low, high = load_codes(p_row, m_row, SIDE)

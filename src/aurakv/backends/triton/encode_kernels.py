@@ -38,10 +38,9 @@ def rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE: tl.constexp
         x = tl.load(p_row[:, None] + (c + o_chunk)[None, :] * stride, mask=m_row[:, None], other=0)
         if p_offset is not None:
             x = x.to(tl.float32) - tl.load(p_offset[:, None] + (c + o_chunk)[None, :], mask=m_row[:, None], other=0)
+        b_part = b_matrix
         if SIDE.chunk < SIDE.dim:
             b_part = load_matrix(p_matrix, c, SIDE)
-        else:
-            b_part = b_matrix
         y = tl.dot(x.to(SIDE.operand), b_part, y, input_precision="tf32x3")
     return y
 

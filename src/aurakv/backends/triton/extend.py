@@ -20,7 +20,7 @@ from ...scoring import Scoring
 from . import tables
 from .extend_decode import key_asm, value_asm
 from .extend_kernel import extend_kernel
-from .fast_primitives import MINIFLOAT_TAIL
+from .fast_levels import minifloat
 from .queries import prepare_integers_kernel
 from .results import LOG2E, finish
 from .store import blocks
@@ -102,15 +102,9 @@ def _value(codec: Codec) -> tuple[tuple[int, str], float, bool] | None:
         return (codec.bits, value_asm("table", levels)), 1.0, False
     if cubic := tables.cubic(levels):  # of twice the distance from the middle
         return (4, value_asm("cubic", (2 * cubic[0], 8 * cubic[1]))), 1.0, True
-    step = levels[15] / (_minifloat(15) - _minifloat(0))
-    same = all(abs(step * (_minifloat(n) - _minifloat(15 - n)) - x) <= 2e-6 * levels[15] for n, x in enumerate(levels))
+    step = levels[15] / (minifloat(15) - minifloat(0))
+    same = all(abs(step * (minifloat(n) - minifloat(15 - n)) - x) <= 2e-6 * levels[15] for n, x in enumerate(levels))
     return ((4, value_asm("minifloat", ())), step * 65536.0, True) if same and 0 < step < 0.9 else None
-
-
-def _minifloat(n: int) -> float:
-    """What code n at bits 8-11 of a float16 number is, in units of 2^-16, with MINIFLOAT_TAIL below it."""
-    exponent, mantissa = n >> 2, (n & 3) + MINIFLOAT_TAIL / 256
-    return mantissa if exponent == 0 else (4 + mantissa) * 2.0 ** (exponent - 1)
 
 
 def workspace_bytes_extend(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
@@ -211,7 +205,7 @@ def _splits(pages: Pages, tokens: int, heads: int, given: int | None) -> int:
     if given is not None:
         return given
     rows = -(-tokens // pages.seqs) * (heads // pages.kv_heads)
-    programs, sms = pages.seqs * -(-rows // ROWS) * pages.kv_heads, multiprocessors(pages.data.device)
+    programs, sms = pages.seqs * -(-rows // ROWS) * pages.kv_heads, tables.multiprocessors(pages.data.device)
     most = max(1, min(MAX_SPLITS, pages.table.shape[1] * pages.page_size // LEAST_KEYS))
     return min(range(1, most + 1), key=lambda n: (-(-programs * n // sms)) / n * (1 + 0.02 * n))
 
@@ -220,8 +214,3 @@ def _sizes(pages: Pages, tokens: int, heads: int, splits: int) -> tuple[int, int
     """Bytes of means, sums, factors and parts of queries."""
     n, format = tokens * heads, pages.format
     return n * splits * format.value.dim * 4, -(-n * splits // 4) * 16, n * 8, n * 2 * format.key.dim
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -13,7 +13,7 @@ import numpy as np
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .fast_primitives import MINIFLOAT_TAIL, half2
+from .fast_levels import MINIFLOAT_TAIL, half2
 
 LEAST_EXPONENT = gl.constexpr(103)  # of a value scale: 2^-24, the smallest float16 number
 
@@ -21,8 +21,8 @@ LEAST_EXPONENT = gl.constexpr(103)  # of a value scale: 2^-24, the smallest floa
 def key_asm(integers: list[int], bits: int) -> str:
     """PTX for $0-$7: the int8 levels of the codes in $8-$11, four in a register.
 
-    `prmt` looks four nibbles up in a table of eight bytes. At 4 bits there are two tables: nibbles of the other one give
-    0, because `prmt` copies the sign of a byte where bit 3 of the selector is set and tables hold the low 7 bits of
+    `prmt` looks four nibbles up in a table of eight bytes. At 4 bits there are two tables: nibbles of the other one
+    give 0, because `prmt` copies the sign of a byte where bit 3 of the selector is set and tables hold the low 7 bits of
     levels. Levels are negative below code 8 alone, so the sign bit is the complement of the code's top bit.
     """
     lines = ["{", ".reg .b32 s, x, y, u, p, q;"]
@@ -55,7 +55,9 @@ def value_asm(kind: str, numbers: tuple[float, ...]) -> str:
     """
     lines = ["{", ".reg .b32 s, t, h, l, y, a, b, middle;"]
     if kind == "cubic":
-        lines += [f"mov.b32 {name}, {half2(x)};" for name, x in zip(("a", "b", "middle"), (*numbers, -71.5), strict=True)]
+        lines += [
+            f"mov.b32 {name}, {half2(x)};" for name, x in zip(("a", "b", "middle"), (*numbers, -71.5), strict=True)
+        ]
         lines += ["mul.rn.f16x2 a, $20, a;", "mul.rn.f16x2 b, $20, b;"]
     if kind == "table":
         entries = np.zeros(8, np.float16)
@@ -190,13 +192,13 @@ def key_tile(words, ASM: gl.constexpr):
 @gluon.jit
 def value_tile(words, scale, ASM: gl.constexpr):
     """Float16 levels times scale (twice in an int32 [keys, lanes]): [keys, 16 · lanes] words of two."""
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = gl.inline_asm_elementwise(
+    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = gl.inline_asm_elementwise(
         ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r",
         [words[0], words[1], words[2], words[3], scale],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32,
                gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True, pack=1)  # fmt: skip
-    x, y = stack8(a, b, c, d, e, f, g, h), stack8(i, j, k, l, m, n, o, p)
+    x, y = stack8(a, b, c, d, e, f, g, h), stack8(i, j, k, m, n, o, p, q)
     x = gl.permute(gl.join(x, y), (0, 1, 3, 2))
     return x.reshape([x.shape[0], x.shape[1] * 16])
 
@@ -224,7 +226,7 @@ def tile_start(i, tiles, KEYS: gl.constexpr):
 def find_page(place, t, CODES: gl.constexpr):
     """The page that holds key t."""
     PAGE: gl.constexpr = CODES[0]  # 0: one page a sequence
-    table, i_seq, i_head, kv_heads, pages, width, pinned = place
+    table, i_seq, _, _, _, width, pinned = place
     entry = t * 0
     if PAGE > 0:
         page = t // PAGE
@@ -238,7 +240,7 @@ def find_page(place, t, CODES: gl.constexpr):
 def find_piece(place, page, t, page_bytes, CODES: gl.constexpr):
     """Byte offset of a head's piece of the page that holds key t, and the key's row in it."""
     PAGE: gl.constexpr = CODES[0]
-    table, i_seq, i_head, kv_heads, pages, width, pinned = place
+    _, _, i_head, kv_heads, pages, _, _ = place
     row = t
     if PAGE > 0:
         row = t % PAGE
@@ -248,8 +250,8 @@ def find_piece(place, page, t, page_bytes, CODES: gl.constexpr):
 
 @gluon.jit
 def load_tile(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
-    """What is read of the i-th tile, which lies in `page`: codes of keys, their scales, codes of values, value scales by
-    row of the decoder and by lane of every warp; and the next tile's page. Past the end the last tile comes again."""
+    """What is read of the i-th tile, which lies in `page`: codes of keys, their scales, codes of values, value scales
+    by row of the decoder and by lane of every warp; and the next tile's page."""
     KEYS: gl.constexpr = CODES[2]
     LANES: gl.constexpr = CODES[3]
     KEY_BITS: gl.constexpr = CODES[4]

@@ -346,7 +346,8 @@ def extend_kernel(
     s_notes = gl.allocate_shared_memory(gl.int32, [SCALE_SLOTS, 32], FLAT)
     b_keys = s_keys._reinterpret(gl.int8, [2, KEYS, DIM], BYTES)
     b_values = s_values._reinterpret(gl.float16, [2, KEYS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
-    bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())  # keys there, read; values there, read
+    # two each: keys are there, keys were read, values are there, values were read
+    bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(8):
         mbarrier.init(bars.index(i), 1 if i // 2 % 2 == 0 else 2)
     fence_async_shared()

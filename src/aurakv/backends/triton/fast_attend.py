@@ -1,7 +1,7 @@
 """The fast decode path: which calls it serves, and their launch. Everything else is the portable kernel's.
 
-Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, weights times value scales are
-float16, sums are float32.
+Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, or with 8-bit keys as two float16
+numbers; weights times value scales are float16, sums are float32.
 """
 
 from __future__ import annotations
@@ -22,28 +22,18 @@ from ...pages import Pages
 from ...partial import Partial
 from ...rotation import signs
 from ...scoring import Scoring
-from . import fast_kernel, fast_merge
-from .fast_primitives import MINIFLOAT_TAIL, half2
+from . import fast_kernel, fast_levels, fast_merge
 
-DIMS = (64, 128, 256)
+WIDTHS = {2: (128, 256), 3: (128,), 4: (64, 128, 256), 8: (64, 128, 256)}  # dims by width
 MAX_SEQS = 1024
-MAX_GROUP = 8
+MAX_ROWS = 8  # of a job
+MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
 STAGES = 2
-WARPS = {64: 12, 128: 8, 256: 8}  # programs that fit a multiprocessor, by dim
-
-
-class Levels(NamedTuple):
-    """How the kernel makes the level tables of a format."""
-
-    key_step: float  # a key level is an integer times this
-    value_kind: int
-    value_step: float
-    constants: tuple[int, ...]  # 32-bit words
 
 
 def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, precision: str) -> str | None:
     """None if `attend_fast` serves this call, else one sentence that says why not."""
-    format, device = pages.format, pages.data.device
+    device, group = pages.data.device, q.shape[1] // pages.kv_heads
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return "it needs an NVIDIA GPU of compute capability 9.0 or higher"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -52,37 +42,38 @@ def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, prec
         return f"its precision is 'fast', got {precision!r}"
     if not 1 <= pages.seqs <= MAX_SEQS:
         return f"it takes 1 to {MAX_SEQS} sequences, got {pages.seqs}"
-    if q.shape[0] != pages.seqs or starts is not checks.starts("starts", None, pages.seqs, pages.seqs, device):
-        return "it takes one query a sequence, in order"
-    if q.shape[1] // pages.kv_heads > MAX_GROUP:
-        return f"it takes at most {MAX_GROUP} query heads per KV head, got {q.shape[1] // pages.kv_heads}"
+    if not 1 <= q.shape[0] * group <= MAX_JOBS * MAX_ROWS * pages.seqs:
+        return f"it takes up to {MAX_JOBS * MAX_ROWS} queries times heads of a group, got {q.shape[0] * group}"
     if pages.page_size % 32 and pages.table.shape[1] > 1:
         return f"pages must be multiples of 32 tokens, got {pages.page_size}"
-    if pages.key_offset is not None or pages.value_offset is not None:
-        return "it knows no offsets"
-    if scoring.softcap is not None or scoring.exact or (scoring.window is not None and scoring.sinks > 0):
-        return "it knows no soft cap, no positional sinks and no exact tokens"
-    return why_not_format(format)
+    if scoring.exact:
+        return "it does not score exact tokens"
+    return why_not_format(pages.format)
 
 
 @functools.cache
 def why_not_format(format: Format) -> str | None:
     """Why the kernel cannot read a format."""
     key, value = format.key, format.value
-    if key.dim != value.dim or key.dim not in DIMS:
-        return f"keys and values must have the same dim, one of {list(DIMS)}, got {key.dim} and {value.dim}"
-    if (key.bits, value.bits) != (4, 4) or key.dtype != torch.float16 or value.dtype != torch.float16:
-        return f"it reads 4-bit codes with float16 scales, got {format}"
-    return None if _levels(format) is not None else f"it has no arithmetic for the level tables of {format}"
+    if key.dim != value.dim:
+        return f"keys and values must have the same dim, got {key.dim} and {value.dim}"
+    for side in (key, value):
+        if side.dtype != torch.float16 or side.dim not in WIDTHS.get(side.bits, ()):
+            return f"it reads codes with float16 scales of the widths and dims {WIDTHS}, got {format} of {side.dim}"
+    return None if fast_levels.levels(format) is not None else f"it has no arithmetic for the level tables of {format}"
 
 
-def workspace_bytes_fast(pages: Pages, heads: int, splits: int | None) -> int:
-    return _slots(pages, splits) * (heads // pages.kv_heads) * (pages.format.value.dim + 1) * 4
+def workspace_bytes_fast(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
+    """Enough for every call of this size: whether there is one query a sequence is known only then."""
+    group = heads // pages.kv_heads
+    plans = [_plan(pages, tokens, group, several, splits) for several in (True, False) if several or group <= MAX_ROWS]
+    return max(plan.slots * plan.rows for plan in plans) * (pages.format.value.dim + 1) * 4
 
 
 def attend_fast(
     q: Tensor,
     pages: Pages,
+    starts: Tensor,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -90,76 +81,107 @@ def attend_fast(
     workspace: Tensor | None,
 ) -> Partial:
     """`reference.attend` for the calls that `why_not_fast` lets pass. Reads no device memory on the host."""
-    seqs, heads, dim = q.shape
-    group = heads // pages.kv_heads
-    levels = _levels(pages.format)
+    tokens, heads, dim = q.shape
+    format, device, group, seqs = pages.format, q.device, heads // pages.kv_heads, pages.seqs
+    levels = fast_levels.levels(format)
     assert levels is not None
+    one_each = tokens == seqs and starts is checks.starts("starts", None, seqs, seqs, device)
+    several = not one_each or group > MAX_ROWS
+    rows, jobs, programs, slots = _plan(pages, tokens, group, several, splits)
     if q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) < heads * dim:
         q = q.contiguous()
-    device, ends = q.device, ends.contiguous()
-    programs, slots = _programs(pages, splits), _slots(pages, splits)
-    size = slots * group * (dim + 1) * 4
+    ends = ends.contiguous()
+    size = slots * rows * (dim + 1) * 4
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace[:size]
     floats = workspace.view(torch.float32)
-    pieces, lses = floats, floats[slots * group * dim :]
+    pieces, lses = floats, floats[slots * rows * dim :]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(seqs, heads, dtype=torch.float32, device=device)
-    scan = (scoring.first, scoring.recent, scoring.window or 0)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+    sinks = scoring.sinks if scoring.window is not None else 0
+    scan = (scoring.first, scoring.recent, scoring.window or 0, sinks)
     flags = {
         "GROUP": group,
+        "ROWS": rows,
         "DIM": dim,
         "TILE": _tile(pages),
         "SEQS": max(32, triton.next_power_of_2(seqs)),
         "CLIP": scoring.causal or scoring.recent > 0,
         "WINDOW": scoring.window is not None,
+        "SINKS": sinks > 0,
+        "SEVERAL": several,
     }
-    units, scales = _descriptors(pages)
+    key_offset, value_offset = pages.key_offset, pages.value_offset
+    cap = scoring.softcap
+    multiplier = scoring.multiplier(dim) * math.log2(math.e) * (2 / cap if cap else 1)
+    keys, values, scales = _descriptors(pages)
     fast_kernel.fast_decode[(programs,)](
-        units, scales, q, _signs(pages.format.key, device),
-        _constants(levels, device), pages.table, pages.lengths, ends, pieces, lses,
-        seqs, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages), *scan,
-        scoring.multiplier(dim) * math.log2(math.e) * levels.key_step, levels.value_step, q.stride(0), programs,
-        LEVELS=levels.value_kind, STAGES=STAGES, UNITS_LAYOUT=units.layout, SCALES_LAYOUT=scales.layout, **flags,
-        num_warps=1, maxnreg=_registers(dim, group),
+        keys, values, scales, q, _signs(format.key, device), _constants(levels, device),
+        lse if key_offset is None else key_offset, pages.table, pages.lengths, ends, starts, pieces, lses,
+        seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages), *scan, cap or 0.0,
+        multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
+        q.stride(0), programs,
+        KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
+        OFFSET=cap is not None and key_offset is not None, STAGES=STAGES, **flags,
+        num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
-    pairs = seqs * pages.kv_heads
-    chunk = min(256, max(4, triton.next_power_of_2(programs // pairs + 2)))
-    together = 1 if pairs * group <= 4 * _multiprocessors(device) else triton.next_power_of_2(group)
+    chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
+    together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
     across = min(16, max(4, chunk * dim // 2048)) if together == 1 else 1
-    fast_merge.fast_merge[(pairs, -(-group // together))](
-        pieces, lses, out, lse, lse if sink_logits is None else sink_logits, _signs(pages.format.value, device),
-        pages.lengths, ends, seqs, pages.kv_heads, *scan, programs, out.stride(0),
-        SINKS=sink_logits is not None, CHUNK=chunk, HEADS=together, ACROSS=across, **flags,
+    fast_merge.fast_merge[(jobs, -(-rows // together))](
+        pieces, lses, out, lse, lse if sink_logits is None else sink_logits, _signs(format.value, device),
+        q, lse if key_offset is None else key_offset, lse if value_offset is None else value_offset,
+        pages.lengths, ends, starts, seqs, tokens, pages.kv_heads, *scan, multiplier, q.stride(0), programs,
+        out.stride(0),
+        LOGITS=sink_logits is not None, KEY_OFFSET=key_offset is not None and cap is None,
+        VALUE_OFFSET=value_offset is not None, CHUNK=chunk, HEADS=together, ACROSS=across, **flags,
         num_warps=max(across, min(4, together)), launch_pdl=True,
     )  # fmt: skip
     return Partial(out, lse)
 
 
-def _programs(pages: Pages, splits: int | None) -> int:
-    """How many programs share the tiles: from shapes and the device alone, so that a captured graph stays right."""
-    pairs = pages.seqs * pages.kv_heads
-    if splits is not None:
-        return pairs * splits
-    most = pairs * pages.table.shape[1] * _page_tiles(pages)
-    return max(1, min(most, _multiprocessors(pages.data.device) * WARPS[pages.format.key.dim]))
+class Plan(NamedTuple):
+    """How a call is cut: from shapes and the device alone, so that a captured graph stays right."""
+
+    rows: int  # of a job
+    jobs: int  # at most
+    programs: int  # that share the tiles
+    slots: int  # for pieces
+
+
+def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | None) -> Plan:
+    rows = MAX_ROWS if several else group
+    jobs = pages.kv_heads * (pages.seqs + (tokens * group // MAX_ROWS if several else 0))
+    most = jobs * pages.table.shape[1] * _page_tiles(pages)
+    units, residents = _multiprocessors(pages.data.device), _residents(pages.format, rows)
+    while residents > 4 and most < residents * units * residents:  # where tiles are few, fewer programs do less beside
+        residents -= 4
+    programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
+    return Plan(rows, jobs, programs, 2 * programs + jobs)
 
 
 def _tile(pages: Pages) -> int:
-    """Tokens of a tile: no page boundary inside, and 8 programs with two tiles each fit a multiprocessor."""
-    return 32 if pages.format.key.dim == 256 or (pages.page_size % 64 and pages.table.shape[1] > 1) else 64
+    """Tokens of a tile: no page boundary inside, and the programs of a multiprocessor fit it with two tiles each."""
+    small = pages.page_size % 64 and pages.table.shape[1] > 1
+    return 32 if small or pages.format.bytes_per_token > 190 else 64
 
 
 def _page_tiles(pages: Pages) -> int:
     return -(-pages.page_size // _tile(pages))
 
 
-def _registers(dim: int, group: int) -> int:
+def _residents(format: Format, rows: int) -> int:
+    """Programs that share a multiprocessor: two or three for each of its four parts."""
+    levels = fast_levels.levels(format)
+    light = levels is not None and levels.value.kind == fast_levels.MINIFLOAT and format.key.dim == 128
+    return 8 if light or _registers(format, rows) > 168 else 12
+
+
+def _registers(format: Format, rows: int) -> int:
     """Registers of a thread: as many as the programs that share a multiprocessor leave, and help."""
-    return {64: 168, 128: 168 if group <= 4 else 216, 256: 255}[dim]
-
-
-def _slots(pages: Pages, splits: int | None) -> int:
-    return 2 * _programs(pages, splits) + pages.seqs * pages.kv_heads
+    key, value = format.key, format.value
+    if key.dim == 256 or value.bits == 8 or (key.bits == 8 and value.bits < 4):
+        return 255
+    return 168 if key.dim == 64 or key.bits == 8 or rows <= 4 else 216
 
 
 @functools.cache
@@ -168,20 +190,33 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _descriptors(pages: Pages) -> tuple[TensorDescriptor, ...]:
-    """What TMA needs to know about codes and scales: [pages · kv_heads, key or value, …]; kept with the pages."""
-    known = pages.__dict__.get("_fast_descriptors")
+    """What TMA needs to know about codes and scales: [pages · kv_heads, …]; kept with the pages."""
+    known: tuple[TensorDescriptor, ...] | None = pages.__dict__.get("_fast_descriptors")
     if known is None:
         layout = pages.format.layout(pages.page_size)
         words = pages.data.view(torch.int16)  # [pages, kv_heads, bytes / 2]
-        units, tile = pages.format.key.dim // 4, _tile(pages)
-        shape, strides = (words.shape[0] * words.shape[1], 2), (words.shape[2], layout.value_codes // 2)
-        lines = -(-pages.page_size * units // 64)  # of 128 bytes, the widest that TMA swizzles
-        codes = words.as_strided((*shape, lines, 64), (*strides, 64, 1))
+        pieces, size, tile = words.shape[0] * words.shape[1], words.shape[2], _tile(pages)
+        swizzled = gl.NVMMASharedLayout(128, 16, rank=4)  # lines of 128 bytes, the widest that TMA swizzles
+        plain = gl.NVMMASharedLayout(0, 16, rank=4)
+        key, value = pages.format.key, pages.format.value
+        both = 2 if key.bits == value.bits != 3 else 1
+
+        def codes(at: int, codec: Codec) -> TensorDescriptor:
+            start = words.storage_offset() + at // 2
+            if codec.bits == 3:  # rows of three 16-byte pieces: TMA adds a fourth of zeros
+                view = words.as_strided((pieces, pages.page_size, 3, 8), (size, 24, 8, 1), start)
+                return TensorDescriptor.from_tensor(view, [1, tile, 4, 8], plain)
+            lines = -(-pages.page_size * codec.row_bytes // 128)
+            view = words.as_strided((pieces, both, lines, 64), (size, layout.value_codes // 2, 64, 1), start)
+            return TensorDescriptor.from_tensor(view, [1, both, tile * codec.row_bytes // 128, 64], swizzled)
+
+        between = (layout.value_scales - layout.key_scales) // 2
         at = words.storage_offset() + layout.key_scales // 2
-        factors = words.as_strided((*shape, pages.page_size), (*strides, 1), at).view(torch.float16)
+        scales = words.as_strided((pieces, 2, pages.page_size), (size, between, 1), at).view(torch.float16)
         known = (
-            TensorDescriptor.from_tensor(codes, [1, 2, tile * units // 64, 64], gl.NVMMASharedLayout(128, 16, rank=4)),
-            TensorDescriptor.from_tensor(factors, [1, 2, tile], gl.NVMMASharedLayout(0, 16, rank=3)),
+            codes(layout.key_codes, key),
+            codes(0 if both == 2 else layout.value_codes, value),
+            TensorDescriptor.from_tensor(scales, [1, 2, tile], gl.NVMMASharedLayout(0, 16, rank=3)),
         )
         object.__setattr__(pages, "_fast_descriptors", known)
     return known
@@ -194,55 +229,9 @@ def _signs(codec: Codec, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _constants(levels: Levels, device: torch.device) -> Tensor:
+def _constants(levels: fast_levels.Levels, device: torch.device) -> Tensor:
     """One row of 32 equal words for each constant, and the lanes whose column of the weights is even."""
-    rows = [[word - (1 << 32) if word >> 31 else word] * 32 for word in levels.constants]
+    rows = [[word - (1 << 32) if word >> 31 else word] * 32 for word in levels.words]
     even = [-1 if lane // 4 % 2 == 0 else 0 for lane in range(32)]
     with torch.inference_mode(False):
         return torch.tensor([*rows, even], dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _levels(format: Format) -> Levels | None:
-    key, value = _key_integers(format.key.levels), _value_arithmetic(format.value.levels)
-    if key is None or value is None:
-        return None
-    integers, step = key
-    kind, value_step, bend = value
-    negative, positive = integers[:8], [n + 1 for n in integers[8:]]
-    quarters = [part[at : at + 4] for part in (negative, positive) for at in (0, 4)]
-    words = [sum((n & 255) << 8 * i for i, n in enumerate(quarter)) for quarter in quarters]
-    cubic = (0.5 + bend / 8, 1 + 0.75 * bend, 1.5 * bend, bend)  # of code − 8
-    return Levels(step, kind, value_step, (*words, 0xFFFFFFFF, *(int(half2(c), 16) for c in cubic)))
-
-
-def _key_integers(levels: tuple[float, ...]) -> tuple[list[int], float] | None:
-    """The levels as integers times a step: below zero for codes under 8 and at most 126, else None."""
-    for top in range(1, 127):
-        step = levels[15] / top
-        if step <= 0:
-            return None
-        integers = [round(x / step) for x in levels]
-        exact = all(abs(n * step - x) <= 1e-6 * levels[15] for n, x in zip(integers, levels, strict=True))
-        if exact and integers[0] >= -128 and integers[7] < 0 <= integers[8]:
-            return integers, step
-    return None
-
-
-def _value_arithmetic(levels: tuple[float, ...]) -> tuple[int, float, float] | None:
-    """(kind, step, bend) of a table that is a difference of minifloats or an odd cubic of the code, else None."""
-    small = [_minifloat(n) - _minifloat(15 - n) for n in range(16)]
-    x = [n - 7.5 for n in range(16)]
-    ratio = levels[8] * 15 / levels[15] if levels[15] > 0 else 0.0  # (1 + b/4) / (1 + 225 b/4)
-    bend = 4 * (1 - ratio) / (225 * ratio - 1) if ratio * 225 > 1 else 0.0
-    cubic = [y * (1 + bend * y * y) for y in x]
-    for kind, table in ((fast_kernel.MINIFLOAT.value, small), (fast_kernel.CUBIC.value, cubic)):
-        step = levels[15] / table[15]
-        if all(abs(t * step - level) <= 2e-6 * abs(levels[15]) for t, level in zip(table, levels, strict=True)):
-            return kind, step * (65536.0 if kind == fast_kernel.MINIFLOAT.value else 1.0), bend
-    return None
-
-
-def _minifloat(n: int) -> float:
-    exponent, mantissa = n >> 2, (n & 3) + MINIFLOAT_TAIL / 256
-    return mantissa if exponent == 0 else (4 + mantissa) * 2.0 ** (exponent - 1)

@@ -1,6 +1,6 @@
 """Where the numbers of a tile lie: in shared memory as TMA leaves them, in registers as the tensor cores want them.
 
-A unit is 16 bits of a row: four 4-bit codes. Lanes are 4g + c.
+A unit is 16 bits of a row: eight, four or two codes. Lanes are 4g + c.
 """
 
 # mypy: ignore-errors
@@ -12,41 +12,74 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
+def _rows(tile):
+    """The registers of a lane that hold rows 8 and more apart."""
+    return [[8 << i, 0] for i in range((tile // 8 - 1).bit_length())]
+
+
+@gluon.constexpr_function
 def key_unit_layout(tile, units):
-    """Units of keys as the tensor cores want them: lane 4g + c holds of rows 8j + g the units 8c … 8c + 7 (mod 32), or
-    4c … 4c + 3 of 16."""
-    regs = [[0, 1], [0, 2], [0, 4], [0, 32]][: {16: 2, 32: 3, 64: 4}[units]] + [[8, 0], [16, 0], [32, 0]][
-        : 2 if tile == 32 else 3
-    ]
+    """Units of keys as lanes load them, 16 bytes at a time: lane 4g + c holds of rows 8j + g the units 8c … 8c + 7 (mod
+    32), or 4c … 4c + 3 of 16."""
+    wide = {16: [], 32: [[0, 4]], 64: [[0, 4], [0, 32]], 128: [[0, 4], [0, 32], [0, 64]]}[units]
     lanes = [[0, 4], [0, 8]] if units == 16 else [[0, 8], [0, 16]]
+    regs = [[0, 1], [0, 2], *wide, *_rows(tile)]
     return gl.DistributedLinearLayout(regs, [*lanes, [1, 0], [2, 0], [4, 0]], [], [], [tile, units])
 
 
 @gluon.constexpr_function
 def key_layout(tile, units):
     """What `raw_scores` makes of key_unit_layout: lane 4g + c with units 4c … 4c + 3 of each 16."""
-    regs = [[0, 1], [0, 2], [0, 16], [0, 32]][: {16: 2, 32: 3, 64: 4}[units]] + [[8, 0], [16, 0], [32, 0]][
-        : 2 if tile == 32 else 3
-    ]
+    wide = [[0, 16 << i] for i in range((units // 16 - 1).bit_length())]
+    regs = [[0, 1], [0, 2], *wide, *_rows(tile)]
     return gl.DistributedLinearLayout(regs, [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [], [], [tile, units])
 
 
 @gluon.constexpr_function
-def shared_unit_layout(tile, units):
-    """[tile, units] as TMA leaves it: lines of 128 bytes hold 1, 2 or 4 tokens, their 16-byte pieces swizzled."""
-    line = {16: [[1, 0], [2, 0]], 32: [[1, 0]], 64: []}[units]  # tokens of a line
-    pieces = [[0, 8], [0, 16], [0, 32]][: 3 - len(line)] + line
-    bases = [[0, 1], [0, 2], [0, 4], *pieces]
-    token = 1 << len(line)
-    for i in range((tile // token - 1).bit_length()):
-        twist = pieces[i] if i < 3 else [0, 0]
-        bases.append([(token << i) + twist[0], twist[1]])
+def key_half_layout(tile, units):
+    """The same for codes of 8 bits: lane 4g + c with units 2c, 2c + 1 of each 8."""
+    wide = [[0, 8 << i] for i in range((units // 8 - 1).bit_length())]
+    regs = [[0, 1], *wide, *_rows(tile)]
+    return gl.DistributedLinearLayout(regs, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [tile, units])
+
+
+@gluon.constexpr_function
+def key_quarter_layout(tile, units):
+    """Rows of 3-bit codes [tile, lane c, units]: lane 4g + c holds rows 8j + g."""
+    regs = [[0, 0, 1 << i] for i in range((units - 1).bit_length())] + [[row, 0, 0] for row, _ in _rows(tile)]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [], [], [tile, 4, units])
+
+
+@gluon.constexpr_function
+def value_eighth_layout(tile):
+    """Units of 3-bit codes [8, tile]: lane 4g + c holds unit g of tokens 2c, 2c + 1 of each 8."""
+    regs = [[0, 1]] + [[0, row] for row, _ in _rows(tile)]
+    return gl.DistributedLinearLayout(regs, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [8, tile])
+
+
+@gluon.constexpr_function
+def copy_units(bits, dim):
+    """Units that a row takes in shared memory: rows of 3 bits are padded, 48 bytes to 64."""
+    return dim * (4 if bits == 3 else bits) // 16
+
+
+@gluon.constexpr_function
+def shared_unit_layout(tile, units, bits):
+    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled."""
+    count = (tile * units - 1).bit_length()
+    inner = (units - 1).bit_length()
+    flat = [[0, 1 << i] if i < inner else [1 << i - inner, 0] for i in range(count)]
+    bases = [list(base) for base in flat]
+    for i in range(0 if bits == 3 else 3):  # bits of the line's number, and the pieces that they exchange
+        if 6 + i < count:
+            bases[6 + i] = [flat[6 + i][0] + flat[3 + i][0], flat[6 + i][1] + flat[3 + i][1]]
     return gl.SharedLinearLayout(bases, [], 1024)
 
 
 @gluon.constexpr_function
 def weight_layout(tile):
     """Weights by [m, g // 2, g % 2, c, r]: lane 4g + c holds tokens 16m + 8(g % 2) + 2c + r."""
-    regs = [[0, 0, 0, 0, 1], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0]][: 2 if tile == 32 else 3]
+    regs = [[0, 0, 0, 0, 1]] + [[1 << i, 0, 0, 0, 0] for i in range((tile // 16 - 1).bit_length())]
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0]]
     return gl.DistributedLinearLayout(regs, lanes, [], [], [tile // 16, 4, 2, 4, 2])

@@ -1,8 +1,10 @@
-"""The second kernel of the fast decode path: pieces of heads to results.
+"""The second kernel of the fast decode path: pieces of jobs to results.
 
-In: pieces and lses as `fast_decode` leaves them; lengths, ends as there; sinks: learned logits [heads] if SINKS.
-Out: out [seqs, heads, DIM] in its dtype, lse_out float32 [seqs, heads], natural logarithm.
-The launcher guarantees: the same programs, scan and TILE as for `fast_decode`; launched to overlap its end.
+In: pieces and lses as `fast_decode` leaves them; lengths, ends, starts, q as there; sink_logits: learned logits [heads]
+if LOGITS; key_offset, value_offset float32 [kv_heads, DIM] if KEY_OFFSET (its products with queries are then added to
+the scores here) and VALUE_OFFSET.
+Out: out [tokens, heads, DIM] in its dtype, lse_out float32 [tokens, heads], natural logarithm.
+The launcher guarantees: the same programs, scan and SCAN as for `fast_decode`; launched to overlap its end.
 """
 
 # mypy: ignore-errors
@@ -14,85 +16,115 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from .fast_primitives import hadamard
-from .fast_schedule import seen
+from .fast_schedule import add, query_rows, seen
 
 
 @gluon.jit
 def fast_merge(
-    pieces, lses, out, lse_out, sinks, signs, lengths, ends,
-    seqs, kv_heads, first, recent, window, programs, out_stride,
-    GROUP: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SINKS: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr,
+    pieces, lses, out, lse_out, sink_logits, signs, q, key_offset, value_offset, lengths, ends, starts,
+    seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs, out_stride,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr,
+    CLIP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SEVERAL: gl.constexpr,
+    LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr,
+    CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
-    """Put the pieces of HEADS query heads of a KV head together, CHUNK at a time, and rotate the results back.
+    """Put the pieces of HEADS rows of a job together, CHUNK at a time, and rotate the results back.
 
-    signs: value signs / √DIM. ACROSS of the warps share the pieces, the others the heads."""
+    signs: value signs / √DIM. ACROSS of the warps share the pieces, the others the rows."""
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 1, DIM // 32], [1, 1, 32], [ACROSS, WARPS // ACROSS, 1], [2, 1, 0])
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     COORDINATE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
-    OUT: gl.constexpr = gl.SliceLayout(0, layout)  # [head, coordinate]
+    OUT: gl.constexpr = gl.SliceLayout(0, layout)  # [row, coordinate]
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, OUT)
     ALL: gl.constexpr = gl.SliceLayout(
         0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     )  # the same in each warp
-    SCAN: gl.constexpr = (CLIP, WINDOW, TILE)
-    scan = (first, recent, window)
-    pair = gl.program_id(0)
-    seq = pair // kv_heads
-    head0 = (pair - seq * kv_heads) * GROUP
+    SCAN: gl.constexpr = (CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
+    scan = (first, recent, window, sinks)
+    number = gl.program_id(0)  # of the job
     o_seq = gl.arange(0, SEQS, layout=ALL)
-    _, _, b_t0, b_t1 = seen(gl.minimum(o_seq, seqs - 1), ends, lengths, scan, SCAN)
-    b_tiles = gl.where(o_seq < seqs, b_t1 - b_t0, 0)
-    total = gl.sum(b_tiles, 0) * kv_heads
-    before = gl.sum(gl.where(o_seq < seq, b_tiles, 0), 0) * kv_heads
-    tiles = gl.sum(gl.where(o_seq == seq, b_tiles, 0), 0)
-    start = before + (pair - seq * kv_heads) * tiles
+    b_seq = gl.minimum(o_seq, seqs - 1)
+    _, b_count, b_blocks = query_rows(b_seq, starts, tokens, SCAN)
+    b_t0, b_t1, _, _ = seen(b_seq, b_count, ends, lengths, scan, SCAN)
+    b_jobs = gl.where(o_seq < seqs, b_blocks * kv_heads, 0)
+    b_tiles = (b_t1 - b_t0) * b_jobs
+    if SEVERAL:
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one that can be scanned
+        b_below = gl.associative_scan(gl.convert_layout(b_jobs, LINE), 0, add)
+        seq = gl.minimum(gl.sum((b_below <= number).to(gl.int32), 0), seqs - 1)
+        job = number - gl.sum(gl.where(o_seq < seq, b_jobs, 0), 0)
+    else:
+        seq = number // kv_heads
+        job = number - seq * kv_heads
+    total = gl.sum(b_tiles, 0)
+    before = gl.sum(gl.where(o_seq < seq, b_tiles, 0), 0)
+    tiles = gl.sum(gl.where(o_seq == seq, b_t1 - b_t0, 0), 0)
+    start = before + job * tiles
     last = start + gl.maximum(tiles, 1) - 1
     each = total // programs
     extra = total - each * programs
     cut = extra * (each + 1)  # up to here programs have one tile more
     p0 = gl.where(start < cut, start // (each + 1), extra + (start - cut) // gl.maximum(each, 1))
     p1 = gl.where(last < cut, last // (each + 1), extra + (last - cut) // gl.maximum(each, 1))
-    count = gl.where(tiles > 0, p1 - p0 + 1, 0)
+    begin, queries, blocks = query_rows(seq, starts, tokens, SCAN)
+    kv_head = job // gl.maximum(blocks, 1)
+    known = kv_head < kv_heads  # there may be fewer jobs than programs
+    count = gl.where((tiles > 0) & known, p1 - p0 + 1, 0)
 
-    o_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    o_piece = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     member = gl.program_id(1) * HEADS + gl.arange(0, HEADS, layout=HEAD)
-    m_head = member < GROUP
+    row = member
+    if SEVERAL:
+        row = (job - kv_head * blocks) * ROWS + member
+    m_row = (member < ROWS) & (row < queries * GROUP) & known
+    head = kv_head * GROUP + row % GROUP
+    o_token = begin + row // GROUP
     d = gl.arange(0, DIM, layout=COORDINATE)
     b_sign = gl.load(signs + d)
-    if SINKS:
-        top = gl.load(sinks + head0 + member, mask=m_head, other=0.0).to(gl.float32) * 1.4426950408889634
-        mass = gl.where(top == -float("inf"), 0.0, 1.0)
+    if KEY_OFFSET:
+        p_q = q + (o_token * q_stride + head * DIM)[None, :, None] + d[None, None, :]
+        b_q = gl.load(p_q, mask=m_row[None, :, None] & (d >= 0)[None, None, :], other=0.0).to(gl.float32)
+        b_offset = gl.load(key_offset + gl.where(known, kv_head, 0) * DIM + d)
+        bias = gl.sum(gl.sum(b_q * b_offset[None, None, :], 2), 0) * bias_scale
+    else:
+        bias = gl.zeros([HEADS], gl.float32, HEAD)
+    if LOGITS:
+        top = gl.load(sink_logits + head, mask=m_row, other=0.0).to(gl.float32) * 1.4426950408889634
+        other = gl.where(top == -float("inf"), 0.0, 1.0)
     else:
         top = gl.full([HEADS], -float("inf"), gl.float32, HEAD)
-        mass = gl.zeros([HEADS], gl.float32, HEAD)
+        other = gl.zeros([HEADS], gl.float32, HEAD)
+    mass = gl.zeros([HEADS], gl.float32, HEAD)
     b_out = gl.zeros([HEADS, DIM], gl.float32, OUT)
     gdc_wait()
     for i in range(0, count, CHUNK):
-        row = i + o_row
-        piece = gl.where(row == 0, 2 * p0 + 1, 2 * (p0 + row))
-        piece = gl.where(count == 1, 2 * programs + pair, piece)
-        index = piece[:, None] * GROUP + member[None, :]
-        m_piece = (row < count)[:, None] & m_head[None, :]
-        b_lse = gl.load(lses + index, mask=m_piece, other=-float("inf"))
+        o_row = i + o_piece
+        piece = gl.where(o_row == 0, 2 * p0 + 1, 2 * (p0 + o_row))
+        piece = gl.where(count == 1, 2 * programs + number, piece)
+        index = piece[:, None] * ROWS + member[None, :]
+        m_piece = (o_row < count)[:, None] & m_row[None, :]
+        b_lse = gl.load(lses + index, mask=m_piece, other=-float("inf")) + bias[None, :]
         m_piece = gl.expand_dims(m_piece, 2) & (d >= 0)[None, None, :]
         b_piece = gl.load(pieces + gl.expand_dims(index, 2) * DIM + d[None, None, :], mask=m_piece, other=0.0)
         new = gl.maximum(top, gl.max(b_lse, 0))
         old = gl.where(top == new, 1.0, gl.exp2(top - new))
         weight = gl.where(b_lse == -float("inf"), 0.0, gl.exp2(b_lse - new[None, :]))
         mass = mass * old + gl.sum(weight, 0)
+        other = other * old
         b_out = b_out * gl.convert_layout(old, ROW)[:, None] + gl.sum(b_piece * gl.expand_dims(weight, 2), 0)
         top = new
-    inverse = gl.where(mass == 0.0, 0.0, 1.0 / mass)
+    whole = mass + other
+    inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
     b_out = b_out * gl.convert_layout(inverse, ROW)[:, None]
     b_out = b_out + (b_out - b_out)  # an infinity is damage: NaN
     y = hadamard(b_out, HEADS, DIM) * gl.convert_layout(b_sign, COLUMN)[None, :]
-    o_head = gl.convert_layout(member, ROW)[:, None]
     o_column = gl.convert_layout(d, COLUMN)[None, :]
-    p_out = out + seq * out_stride + (head0 + o_head) * DIM + o_column
-    gl.store(p_out, y.to(out.dtype.element_ty), mask=(o_head < GROUP) & (o_column >= 0))
-    p_lse = lse_out + seq * (kv_heads * GROUP) + head0 + member
-    gl.store(p_lse, (top + gl.log2(mass)) * 0.6931471805599453, mask=m_head)
+    if VALUE_OFFSET:
+        b_offset = gl.load(value_offset + gl.where(known, kv_head, 0) * DIM + o_column)
+        y += gl.convert_layout(mass * inverse, ROW)[:, None] * b_offset
+    o_out = gl.convert_layout(o_token * out_stride + head * DIM, ROW)[:, None]
+    m_out = gl.convert_layout(m_row.to(gl.int32), ROW)[:, None] > 0
+    gl.store(out + o_out + o_column, y.to(out.dtype.element_ty), mask=m_out & (o_column >= 0))
+    gl.store(lse_out + o_token * (kv_heads * GROUP) + head, (top + gl.log2(whole)) * 0.6931471805599453, mask=m_row)

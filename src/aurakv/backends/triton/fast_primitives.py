@@ -1,83 +1,11 @@
-"""Decode primitives of the fast decode kernel: packed codes to tensor-core operands, in registers.
-
-Keys. A row is 16-bit units of four 4-bit codes; a unit is a PRMT selector as it stands. With the 16 integer levels as
-bytes, `prmt(low, w)` gives the level of codes below 8 (and −1 for the others: PRMT replicates the sign of a byte whose
-selector has bit 3 set), `prmt(high + 1, w ^ 0x8888)` gives level + 1 of the codes from 8 on and 0 for the others. Their
-sum is the level; a second integer MMA does the addition.
-
-Values. `ldmatrix.trans` on 16-bit units gives registers [token t: 4 codes | token t+1: 4 codes]; code i of both halves
-is one half2. MINIFLOAT: the code at bits 8-11 of a half is a small float f(code); level = f(code) − f(15 − code), by
-two MMAs.
-CUBIC: 1024 + code by the exponent trick, then a cubic in half2 arithmetic.
-
-inline assembly here moves data between lanes or changes the meaning of the index; the callers' layouts say how.
-"""
+"""What the fast decode kernels do across lanes or with register pairs: weights, rotations, constants, prefetches."""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
-import struct
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-MINIFLOAT_TAIL = 88  # bits under a minifloat code: 88/256 of a unit in the last place
-
-
-def half2(x: float) -> str:
-    """x as the two halves of a register, for PTX."""
-    (bits,) = struct.unpack("<H", struct.pack("<e", x))
-    return f"0x{bits << 16 | bits:08x}"
-
-
-# $0-$3: levels of units 0-3 where code < 8, else −1. $4-$7: level + 1 where code ≥ 8, else 0. $8 $9: the four units.
-_KEY4 = gl.constexpr("""{
-.reg .b32 w1, w3, x0, x1, x2, x3;
-shr.u32 w1, $8, 16;
-shr.u32 w3, $9, 16;
-xor.b32 x0, $8, 0x88888888;
-xor.b32 x2, $9, 0x88888888;
-shr.u32 x1, x0, 16;
-shr.u32 x3, x2, 16;
-prmt.b32 $0, $10, $14, $8;
-prmt.b32 $1, $10, $14, w1;
-prmt.b32 $2, $10, $14, $9;
-prmt.b32 $3, $10, $14, w3;
-prmt.b32 $4, $18, $22, x0;
-prmt.b32 $5, $18, $22, x1;
-prmt.b32 $6, $18, $22, x2;
-prmt.b32 $7, $18, $22, x3;
-}""")
-
-
-def _value_minifloat() -> str:
-    """$0-$3: f(code) of codes 0-3; $4-$7: −f(15 − code), by integer subtraction of the bits. $9 is −1."""
-    mask, tail = 0x0F000F00, MINIFLOAT_TAIL << 16 | MINIFLOAT_TAIL
-    lines = ["{", ".reg .b32 a, b, c;", "shl.b32 a, $8, 8;", "shl.b32 b, $8, 4;", "shr.u32 c, $8, 4;"]
-    for i, source in enumerate(("a", "b", "$8", "c")):
-        lines.append(f"lop3.b32 ${i}, {source}, {mask}, {tail}, 0xEA;")  # (source & mask) | tail
-        lines.append(f"mad.lo.s32 ${i + 4}, ${i}, $9, {(mask + 2 * tail) ^ 0x80008000};")
-    return "\n".join([*lines, "}"])
-
-
-def _value_cubic() -> str:
-    """$0-$3: c3·y³ + c2·y² + c1·y + c0 of codes 0-3 with y = code − 8. $5 $7 $9 $11: c0 … c3 in both halves."""
-    lines = ["{", ".reg .b32 r, y, t, low, high, sixteenth;"]
-    for name, x in (("low", -1032.0), ("high", -72.0), ("sixteenth", 1 / 16)):
-        lines.append(f"mov.b32 {name}, {half2(x)};")
-    lines.append("shr.u32 r, $4, 8;")
-    for i, (source, mask) in enumerate((("$4", 0x000F000F), ("$4", 0x00F000F0), ("r", 0x000F000F), ("r", 0x00F000F0))):
-        lines.append(f"lop3.b32 y, {source}, {mask}, 0x64006400, 0xEA;")  # 1024 + code, or 1024 + 16·code
-        lines.append("add.rn.f16x2 y, y, low;" if i % 2 == 0 else "fma.rn.f16x2 y, y, sixteenth, high;")
-        lines.append("fma.rn.f16x2 t, y, $11, $9;")
-        lines.append("fma.rn.f16x2 t, t, y, $7;")
-        lines.append(f"fma.rn.f16x2 ${i}, t, y, $5;")
-    return "\n".join([*lines, "}"])
-
-
-_VALUE_MINIFLOAT = gl.constexpr(_value_minifloat())
-_VALUE_CUBIC = gl.constexpr(_value_cubic())
 
 # Weights of tokens t, t + 8 for head c are columns 2c, 2c + 1 of an 8×8 matrix with the tokens as rows; transposed,
 # lane 4g + c holds head g // 2 of tokens 2c, 2c + 1 of the half g % 2. $2: value scales in that order.
@@ -130,30 +58,6 @@ def lane_constant(table, row: gl.constexpr, layout: gl.constexpr):
     cost a copy for every PRMT."""
     address = gl.arange(0, 1, layout=layout).to(gl.int64) + (table + 32 * row).to(gl.int64)
     return gl.inline_asm_elementwise(_LANE_LOAD, "=r,l", [address], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def key_levels4(units, low0, low1, high0, high1):
-    """Units of 4 codes -> 4 + 4 int8 tensors whose sums are the levels; tensor e holds the codes of units e mod 4."""
-    return gl.inline_asm_elementwise(
-        _KEY4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [units, low0, low1, high0, high1],
-        dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
-        is_pure=True, pack=4)  # fmt: skip
-
-
-@gluon.jit
-def value_levels_minifloat(units, minus_one):
-    return gl.inline_asm_elementwise(
-        _VALUE_MINIFLOAT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r", [units, minus_one],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True, pack=2)  # fmt: skip
-
-
-@gluon.jit
-def value_levels_cubic(units, c0, c1, c2, c3):
-    return gl.inline_asm_elementwise(
-        _VALUE_CUBIC, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [units, c0, c1, c2, c3],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
 
 
 @gluon.jit
@@ -226,13 +130,32 @@ def prefetch(pointer, mask):
 
 @gluon.jit
 def prefetch_descriptors():
-    """Ask for the two TMA descriptors of `fast_decode`, its first parameters (each with 4 or 3 sizes and strides)."""
+    """Ask for the three TMA descriptors of `fast_decode`, its first parameters (with 4, 4 and 3 sizes and strides)."""
     gl.inline_asm_elementwise(
-        """{ .reg .b64 a, b;
+        """{ .reg .b64 a, b, c;
 mov.b64 a, fast_decode_param_0;
 mov.b64 b, fast_decode_param_9;
+mov.b64 c, fast_decode_param_18;
 cvta.param.u64 a, a;
 cvta.param.u64 b, b;
+cvta.param.u64 c, c;
 prefetch.tensormap [a];
 prefetch.tensormap [b];
+prefetch.tensormap [c];
 mov.b32 $0, $1; }""", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def where_seen(w, p):
+    """w where the weight p ≥ 0 is not zero, else zero, two at a time: a hidden key's scale may be NaN."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; add.u32 t, $2, 0x7fff7fff; prmt.b32 t, t, t, 0xbb99; and.b32 $0, t, $1; }", "=r,r,r", [w, p],
+        dtype=gl.float16, is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def times_constant(w, factor):
+    """w times a register of two equal halves."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r,r", [w, factor], dtype=gl.float16, is_pure=True, pack=2
+    )

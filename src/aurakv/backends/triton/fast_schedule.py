@@ -1,6 +1,12 @@
 """Which tiles a program reads, from the lengths on the device, and their copies into shared memory.
 
-A cursor is (tiles left, sequence, KV head, tile, first tile and end of the sequence, table entry, tile in the page).
+The rows of a sequence and KV head are its (query, query head) pairs. They come in blocks of ROWS; a block of a KV head
+is a job, and jobs of a sequence are numbered KV head first. The tiles that a job reads are numbered t0 … t1: the tiles
+of the window from `edge` on, before them those of positional sinks, which lie `shift` tiles further.
+
+SCAN: (ends clip the keys, there is a window, there are positional sinks with it, several blocks or queries, tokens of a
+tile, query heads of a KV head, ROWS); scan: (first, recent, window, sinks).
+A cursor is (tiles left, sequence, job, tile, span, table entry, tile in the page).
 """
 
 # mypy: ignore-errors
@@ -11,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .fast_layouts import copy_units
+
 
 @gluon.jit
 def add(a, b):
@@ -18,22 +26,54 @@ def add(a, b):
 
 
 @gluon.jit
-def seen(seq, ends, lengths, scan, SCAN: gl.constexpr):
-    """The keys lo ≤ t < hi that the query of a sequence sees, and the tiles t0 … t1 that hold them.
+def query_rows(seq, starts, tokens, SCAN: gl.constexpr):
+    """The first query of a sequence, its number of queries, and the blocks of rows they make."""
+    if SCAN[3]:
+        begin = gl.minimum(gl.maximum(gl.load(starts + seq), 0), tokens)
+        count = gl.minimum(gl.maximum(gl.load(starts + seq + 1), begin), tokens) - begin
+        return begin, count, (count * SCAN[5] + SCAN[6] - 1) // SCAN[6]
+    else:
+        return seq, 0 * seq + 1, 0 * seq + 1
 
-    SCAN: (ends clip the keys, there is a window, tokens of a tile); scan: (first, recent, window)."""
-    TILE: gl.constexpr = SCAN[2]
+
+@gluon.jit
+def seen(seq, count, ends, lengths, scan, SCAN: gl.constexpr):
+    """(t0, t1, edge, shift) of the tiles that hold every key that the queries of a sequence see."""
+    TILE: gl.constexpr = SCAN[4]
     hi = gl.load(lengths + seq)
     end = gl.load(ends + seq)
     if SCAN[0]:
         hi = gl.minimum(hi, end - scan[1])
     lo = scan[0] + 0 * hi
     if SCAN[1]:
-        lo = gl.maximum(lo, end - scan[2])
+        lo = gl.maximum(lo, end - (count - 1) - scan[2])
     hi = gl.maximum(hi, lo)
     t0 = lo // TILE
     t1 = gl.where(hi > lo, (hi + TILE - 1) // TILE, t0)
-    return lo, hi, t0, t1
+    if SCAN[3]:
+        t1 = gl.where(count > 0, t1, t0)
+    if SCAN[2]:
+        s0 = gl.minimum(scan[0] // TILE, t0)
+        s1 = gl.maximum(s0, gl.minimum((gl.minimum(scan[3], hi) + TILE - 1) // TILE, t0))
+        s1 = gl.where(t1 > t0, s1, s0)
+        return t0 - (s1 - s0), t1, t0, s0 - (t0 - (s1 - s0))
+    else:
+        return t0, t1, t0, 0 * t0
+
+
+@gluon.jit
+def row_bounds(row, count, end, length, scan, SCAN: gl.constexpr):
+    """The keys lo ≤ t < hi that a row sees beside the sinks."""
+    hi = length + 0 * row
+    last = end + 0 * row
+    if SCAN[3]:
+        last = end - (count - 1) + gl.minimum(row // SCAN[5], count - 1)
+    if SCAN[0]:
+        hi = gl.minimum(hi, last - scan[1])
+    lo = scan[0] + 0 * row
+    if SCAN[1]:
+        lo = gl.maximum(lo, last - scan[2])
+    return lo, hi
 
 
 @gluon.jit
@@ -50,6 +90,15 @@ def next_entry(entry, width, pinned):
 
 
 @gluon.jit
+def position_of(tile, span, SCAN: gl.constexpr):
+    """The tile of the sequence that a job's tile is."""
+    if SCAN[2]:
+        return gl.where(tile < span[2], tile + span[3], tile)
+    else:
+        return tile
+
+
+@gluon.jit
 def enter(tile, width, pinned, page_tiles):
     """The table entry where a tile of a sequence lies, and the tile inside that page."""
     page = tile // page_tiles
@@ -60,39 +109,70 @@ def enter(tile, width, pinned, page_tiles):
 @gluon.jit
 def look_up(cursor, table, width):
     """The page of the tile under the cursor; called well before `fetch` needs it."""
-    return gl.load(table + cursor[1] * width + cursor[6])
+    return gl.load(table + cursor[1] * width + cursor[5])
 
 
 @gluon.jit
-def fetch(cursor, page, slot, units, scales, s_units, s_scales, bars, kv_heads, TILE: gl.constexpr, U: gl.constexpr):
+def copy_codes(source, piece, row, bar, buffer, BITS: gl.constexpr, DIM: gl.constexpr):
+    if BITS == 3:
+        tma.async_copy_global_to_shared(source, [piece, row, 0, 0], bar, buffer)
+    else:
+        tma.async_copy_global_to_shared(source, [piece, 0, row * (DIM * BITS // 16) // 64, 0], bar, buffer)
+
+
+@gluon.jit
+def fetch(
+    cursor, page, slot, sources, buffers, bars, kv_heads, TILE: gl.constexpr,
+    KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
     """Start the copy of the tile under the cursor into a slot of the ring."""
-    piece = page * kv_heads + cursor[2]
-    row = cursor[7] * TILE
+    piece = page * kv_heads + cursor[2] // cursor[4][4]
+    row = cursor[6] * TILE
     bar = bars.index(slot)
-    mbarrier.expect(bar, TILE * (4 * U + 4))
-    tma.async_copy_global_to_shared(units, [piece, 0, row * U // 64, 0], bar, s_units.index(slot))
-    tma.async_copy_global_to_shared(scales, [piece, 0, row], bar, s_scales.index(slot))
+    mbarrier.expect(bar, TILE * (2 * copy_units(KEY_BITS, DIM) + 2 * copy_units(VALUE_BITS, DIM) + 4))
+    copy_codes(sources[0], piece, row, bar, buffers[0].index(slot), KEY_BITS, DIM)
+    if KEY_BITS != VALUE_BITS or KEY_BITS == 3:  # else keys and values came together
+        copy_codes(sources[1], piece, row, bar, buffers[1].index(slot), VALUE_BITS, DIM)
+    tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
 
 
 @gluon.jit
-def advance(cursor, lengths, ends, scan, kv_heads, width, pinned, page_tiles, SCAN: gl.constexpr):
-    """The cursor (left, sequence, head, tile, first tile, end, entry, tile in page) one tile on."""
-    left, seq, head, tile, t0, t1, entry, inside = cursor
+def span_of(seq, starts, tokens, ends, lengths, scan, SCAN: gl.constexpr):
+    """(t0, t1, edge, shift, blocks) of a sequence."""
+    _, count, blocks = query_rows(seq, starts, tokens, SCAN)
+    t0, t1, edge, shift = seen(seq, count, ends, lengths, scan, SCAN)
+    return t0, t1, edge, shift, blocks
+
+
+@gluon.jit
+def next_sequence(seq, span, starts, tokens, ends, lengths, scan, SCAN: gl.constexpr):
+    """The next sequence that has tiles, and its span."""
+    t0, t1, edge, shift, blocks = span
+    t1 = t0
+    while t1 == t0:
+        seq += 1
+        t0, t1, edge, shift, blocks = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
+    return seq, (t0, t1, edge, shift, blocks)
+
+
+@gluon.jit
+def advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN: gl.constexpr):
+    """The cursor one tile on. where: (starts, tokens, ends, lengths)."""
+    left, seq, job, tile, span, entry, inside = cursor
     left -= 1
     tile += 1
     inside += 1
     if left > 0:
-        if tile == t1:
-            head += 1
-            if head == kv_heads:
-                head = 0
-                t1 = t0
-                while t1 == t0:
-                    seq += 1
-                    _, _, t0, t1 = seen(seq, ends, lengths, scan, SCAN)
-            tile = t0
+        if tile == span[1]:
+            job += 1
+            if job == kv_heads * span[4]:
+                job = 0
+                seq, span = next_sequence(seq, span, where[0], where[1], where[2], where[3], scan, SCAN)
+            tile = span[0]
+            entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles)
+        elif tile == span[2]:  # from the sinks to the window; a job without sinks begins there
             entry, inside = enter(tile, width, pinned, page_tiles)
         elif inside == page_tiles:
             inside = 0
             entry = next_entry(entry, width, pinned)
-    return left, seq, head, tile, t0, t1, entry, inside
+    return left, seq, job, tile, span, entry, inside

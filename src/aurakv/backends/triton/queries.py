@@ -108,8 +108,8 @@ def prepare_integers_kernel(
     ROTATE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Like prepare_kernel for keys whose levels are integers times a step, with queries as 16-bit integers in two int8 parts
-    [tokens·heads, 2, dim]; the matrix has natural columns, as many as coordinates."""
+    """Like prepare_kernel for keys whose levels are integers times a step, with queries as 16-bit integers in two int8
+    parts [tokens·heads, 2, dim]; the matrix has natural columns, as many as coordinates."""
     i_head = tl.program_id(0)
     o_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     i_token = (o_row // G).to(tl.int64)

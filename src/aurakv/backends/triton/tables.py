@@ -218,8 +218,8 @@ def _halvings(dim: int) -> int:
 def curve(levels: Levels) -> tuple[float, ...]:
     """Coefficients of an arithmetic for the levels, within FAST_ERROR; () if there is none short enough.
 
-    Two are those of `cubic`. More are those of a polynomial p with level = x·p(log2(1 + 1/n − x²)), x = (2·code + 1)/n −
-    1: the levels that are best for a normal distribution follow its quantiles, which grow like that.
+    Two are those of `cubic`. More are those of a polynomial p with level = x·p(log2(1 + 1/n − x²)),
+    x = (2·code + 1)/n − 1: the best levels for a normal distribution follow its quantiles, which grow like that.
     """
     coef = cubic(levels)
     if coef or not _symmetric(levels):

