@@ -89,13 +89,15 @@ def place_keys(source, t, o_key, m_key, CALL: tl.constexpr, KEYS: tl.constexpr):
         return i_key, i_key
     elif CALL.place == ONE_PAGE:
         return o_key.to(tl.int64), source[0]
-    data, table, i_seq, pages, width, pinned, page_bytes, kv_heads, i_head = source
-    if CALL.place == WITHIN_PAGE:
-        i_page = page_bases(table, i_seq, t // CALL.page, True, pages, width, pinned, CALL.ring)
-        return (t % CALL.page + tl.arange(0, KEYS)).to(tl.int64), data + (i_page * kv_heads + i_head) * page_bytes
     else:
-        i_pages = page_bases(table, i_seq, o_key // CALL.page, m_key, pages, width, pinned, CALL.ring)
-        return (o_key % CALL.page).to(tl.int64), data + (i_pages * kv_heads + i_head) * page_bytes
+        data, table, i_seq, pages, width, pinned, page_bytes, kv_heads, i_head = source
+        if CALL.place == WITHIN_PAGE:
+            i_page = page_bases(table, i_seq, t // CALL.page, True, pages, width, pinned, CALL.ring)
+            i_row = t % CALL.page + tl.arange(0, KEYS)
+        else:
+            i_page = page_bases(table, i_seq, o_key // CALL.page, m_key, pages, width, pinned, CALL.ring)
+            i_row = o_key % CALL.page
+        return i_row.to(tl.int64), data + (i_page * kv_heads + i_head) * page_bytes
 
 
 @triton.jit

@@ -22,8 +22,8 @@ def key_asm(integers: list[int], bits: int) -> str:
     """PTX for $0-$7: the int8 levels of the codes in $8-$11, four in a register.
 
     `prmt` looks four nibbles up in a table of eight bytes. At 4 bits there are two tables: nibbles of the other one
-    give 0, because `prmt` copies the sign of a byte where bit 3 of the selector is set and tables hold the low 7 bits of
-    levels. Levels are negative below code 8 alone, so the sign bit is the complement of the code's top bit.
+    give 0, because `prmt` copies the sign of a byte where bit 3 of the selector is set and tables hold the low 7 bits
+    of levels. Levels are negative below code 8 alone, so the sign bit is the complement of the code's top bit.
     """
     lines = ["{", ".reg .b32 s, x, y, u, p, q;"]
     octets = [n & 127 if bits == 4 else n & 255 for n in integers] + [0] * (8 - len(integers))

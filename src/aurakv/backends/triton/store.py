@@ -99,6 +99,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         pages.ring,
         *_sequences(pages, starts, tokens),
         rows,
+        num_stages=3 if k_how.chunk == k_how.dim and v_how.chunk == v_how.dim else 1,  # what shared memory holds
     )
 
 

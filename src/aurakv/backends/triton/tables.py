@@ -140,7 +140,8 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
     width = columns(codec)
     if not codec.coded:
         return Encoder(codec.dim, 16, width, 0, 16, (), (), (), False, 1.0, 0.0, tl.float32)
-    chunk = min(codec.dim & -codec.dim, max(16, 16384 // width))
+    operand = tl.float32 if has_offset else operand_of(source)
+    chunk = min(codec.dim & -codec.dim, max(16, (8192 if operand == tl.float32 else 16384) // width))
     bounds: tuple[float, ...] = boundaries(codec.levels) if codec.bits <= 4 else ()
     symmetric: tuple[float, ...] = ()
     half = len(codec.levels) // 2
@@ -159,7 +160,7 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
         codec.scale == "lsq",
         unit(codec),
         torch.finfo(codec.dtype).max,
-        tl.float32 if has_offset else operand_of(source),
+        operand,
     )
 
 
