@@ -186,7 +186,7 @@ def test_extend(compile_for, capability):
     ("name", "dim", "page"), [("k4v4", 128, 64), ("k3v2", 64, 8192), ("k2/v4:minifloat", 128, 128)]
 )
 def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
-    """Warp-group products run beside everything else: they are not serialised. No spills at D = 128."""
+    """Warp-group products run beside everything else: they are not serialised. No spills."""
     seen = compile_for(90)
     pages = pages_of(name, dim, 1, 8192, page)
     q = torch.empty(512, 8, dim, dtype=torch.bfloat16)
@@ -195,7 +195,7 @@ def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
     extend.attend_extend(q, pages, starts, pages.lengths, Scoring(window=3000, sinks=4), None, None, None)
     assert set(seen) == {"prepare_integers_kernel", "extend_kernel", "finish_kernel"}
     for kernel, spills in compile_for.report(seen, 90, f"{name} d{dim}"):
-        assert spills == 0 or dim == 64, kernel  # tiles of 128 keys fill the registers
+        assert spills == 0, kernel
     text = disassemble(seen["extend_kernel"][0].asm["cubin"], tmp_path)
     assert text.count("GMMA") > 2 * text.count("WARPGROUP.DEPBAR"), "each product is waited for"
 
@@ -248,5 +248,5 @@ def test_widths_use_instructions_they_should():
     assert all(how(f"k{bits}v4").asm for bits in (2, 3, 4))
     assert how("k8:cubic/v4").coef
     assert not how("k8:cubic/v4").asm
-    assert all(len(how(f"k{bits}v4").coef) > 2 and how(f"k{bits}v4").pairs for bits in (5, 6, 8))
+    assert all(len(how(f"k{bits}v4").coef) > 2 for bits in (5, 6, 8))
     assert not how("k4:[-4,-3,-2,-1.5,-1,-0.5,-0.2,0,0.1,0.3,0.6,1,1.5,2,3,5]/v4").asm

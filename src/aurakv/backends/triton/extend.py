@@ -26,6 +26,7 @@ from .results import LOG2E, finish
 from .store import blocks
 
 ROWS = 128  # of a program
+KEYS = 64  # of a tile
 LEAST_ROWS = 65  # a sequence; fewer are the portable kernel's
 DIMS = (64, 128)
 MAX_SEQS = 4096
@@ -60,8 +61,8 @@ def why_not_shape(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> 
         return "it takes many queries of few sequences"
     if scoring.softcap is not None:
         return "it knows no soft cap"
-    if pages.page_size % keys(pages.format) and (pages.table.shape[1] > 1 or pages.ring):
-        return f"pages must be multiples of {keys(pages.format)} tokens, got {pages.page_size}"
+    if pages.page_size % KEYS and (pages.table.shape[1] > 1 or pages.ring):
+        return f"pages must be multiples of {KEYS} tokens, got {pages.page_size}"
     return why_not_format(pages.format)
 
 
@@ -74,11 +75,6 @@ def why_not_format(format: Format) -> str | None:
     if max(key.bits, value.bits) > 4 or key.dtype != torch.float16 or value.dtype != torch.float16:
         return f"it reads codes of up to 4 bits with float16 scales, got {format}"
     return None if arithmetic(format) is not None else f"it has no arithmetic for the level tables of {format}"
-
-
-def keys(format: Format) -> int:
-    """Of a tile: a thread decodes 32 codes of keys and of values."""
-    return 8192 // format.key.dim
 
 
 @functools.cache
@@ -179,7 +175,7 @@ def attend_extend(
         scoring.first,
         scoring.recent,
         chosen,
-        1 if splits is not None else LEAST_KEYS // keys(pages.format),
+        1 if splits is not None else LEAST_KEYS // KEYS,
         how.value_step,
         group,
         key.dim,
@@ -193,7 +189,7 @@ def attend_extend(
         scoring.window is not None,
         2 if scoring.exact else 1 if scoring.first or scoring.recent else 0,
         ROWS,
-        keys(pages.format),
+        KEYS,
         num_warps=4,
     )
     finish(means, sums, value, False, pages.value_offset, sink_logits, out, lse, pages.kv_heads, chosen)
