@@ -323,7 +323,7 @@ def test_demo(answer, call, small, tmp_path):
         small,
         "--tokens",
         300,
-        "--answer",
+        "--new",
         8,
         "--picture",
         picture,
@@ -335,8 +335,8 @@ def test_demo(answer, call, small, tmp_path):
     assert [row["cache"] for row in found["rows"]] == ["uncompressed", "k16v16", "k4v4"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert none["bytes_per_token"] == 4 * 2 * 2 * 2 * 16
-    assert (none["top1"], none["kl"], none["same_tokens"], none["tokens_from_codes"]) == (1, 0, 8, 0)
-    assert (exact["text"], exact["same_tokens"]) == (none["text"], 8)
+    assert (none["top1"], none["kl"], none["tokens_from_codes"]) == (1, 0, 0)
+    assert (exact["text"], exact["same_words"]) == (none["text"], none["same_words"])
     assert exact["kl"] == pytest.approx(0, abs=1e-6)
     assert coded["kl"] > 1e-6
     assert coded["tokens_from_codes"] > 250
@@ -353,10 +353,10 @@ def test_demo(answer, call, small, tmp_path):
     assert f"{coded['top1']:.1%}" in out
 
 
-def demo_ids(folder, tokens):
+def demo_ids(folder, tokens, *options):
     from aurakv.cli import demo, loading
 
-    args = cli.parser().parse_args(["demo", "--model", str(folder), "--tokens", str(tokens), "--json"])
+    args = cli.parser().parse_args(["demo", "--model", str(folder), "--tokens", str(tokens), "--json", *options])
     return demo._prompt(args, loading.load(args, frame.Screen(args)))
 
 
@@ -368,13 +368,17 @@ def demo_text(folder, tokens):
     return demo._text(AutoTokenizer.from_pretrained(folder), tokens)
 
 
-def test_demo_prompt_keeps_the_template(small):
+def test_demo_prompt(small):
     from transformers import AutoTokenizer
 
-    text = AutoTokenizer.from_pretrained(small).decode(demo_ids(small, 300)[0])
-    assert text.startswith("<user>CHAPTER I")
-    assert text.endswith("sentences.\n<assistant>")
-    assert "\u241e" not in text
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    text = tokenizer.decode(demo_ids(small, 300)[0])
+    assert text.startswith("CHAPTER I")
+    assert len(text) == 300
+    asked = tokenizer.decode(demo_ids(small, 300, "--question", "Who is it?")[0])
+    assert asked.startswith("<user>CHAPTER I")
+    assert asked.endswith("\n\nWho is it?\n<assistant>")
+    assert len(asked) == 300
 
 
 def test_demo_refuses(refused, small, tmp_path):
@@ -384,9 +388,10 @@ def test_demo_refuses(refused, small, tmp_path):
     assert "compressed formats, each once" in refused(*options, "--formats", "k4v4,k4v4")
     assert "a format name is" in refused(*options, "--formats", "k4", "--tokens", 300)
     assert "2,048 tokens of this model" in refused(*options)
-    assert "--tokens must be from" in refused(*options, "--tokens", 9)
+    assert "--tokens must be from" in refused(*options, "--tokens", 9, "--question", "Who is it?")
+    assert "this text has" in refused(*options, "--tokens", 1)
     assert "a picture must end with" in refused("demo", "--model", small, "--picture", tmp_path / "demo")
-    assert "No such file" in refused(*options, "--tokens", 300, "--file", tmp_path / "none")
+    assert "cannot be read" in refused(*options, "--tokens", 300, "--file", tmp_path / "none")
 
 
 # bench
@@ -570,7 +575,7 @@ def test_embedded_model(answer, tmp_path, format):
     assert known == read, "what is known about the embedded model is what its config says"
     said = answer("generate", "--prompt", "What is the capital of France?", "--temperature", 0, "--max-tokens", 20)
     assert "Paris" in said["text"]
-    options = ("--tokens", 700, "--answer", 8, "--picture", tmp_path / "demo.png")
+    options = ("--tokens", 700, "--new", 8, "--picture", tmp_path / "demo.png")
     none, coded = answer("demo", *options, "--formats", format)["rows"]
     assert none["bytes"] / coded["bytes"] > 6.5
     assert 0.85 < coded["top1"] < 1

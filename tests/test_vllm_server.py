@@ -1,6 +1,6 @@
 """The plugin in the real server of vLLM with the real model, over loopback. Run: make test-vllm
 
-Every test starts servers of its own and stops them; the whole file takes about 20 minutes on two quiet cores.
+Every test starts servers of its own and stops them. What needs no server is in test_vllm_engine.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from aurakv import models
 
@@ -43,7 +42,10 @@ def model() -> Path:
 
 def server(model: Path, format: str | None, *options: str, memory: int = 1 << 28, dtype: str = "float32") -> Server:
     common = ("--max-model-len", str(LENGTH), "--max-num-seqs", "16", "--enforce-eager", "--dtype", dtype)
-    env = {"VLLM_SERVER_DEV_MODE": "1"}  # allows to empty the prefix cache
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }  # the first allows to empty its prefix cache
     return Server(model, format, *common, "--kv-cache-memory-bytes", str(memory), *options, env=env)
 
 
@@ -72,26 +74,6 @@ def test_capacity(model: Path) -> None:
     print(capacity)
     assert capacity["k4v4"] >= 6 * capacity["float32"]
     assert capacity["k4v4"] >= 3.5 * capacity["bfloat16"]
-
-
-def predictions(running: Server, text: str, tokens: int = 1001) -> list[str]:
-    """What the model would say after each of the first tokens of a text: teacher-forced, in one prefill."""
-    choice = running.complete(text, 1, prompt_logprobs=1, truncate_prompt_tokens=tokens)
-    best = []
-    for position in choice["prompt_logprobs"][1:]:
-        best.append(min(position, key=lambda token: position[token]["rank"]))
-    return best
-
-
-def test_eight_bits_predict_the_same_tokens(model: Path) -> None:
-    with server(model, None) as stock:
-        expected = predictions(stock, TEXT[:9000])
-    with server(model, "k8v8") as ours:
-        found = predictions(ours, TEXT[:9000])
-    equal = sum(a == b for a, b in zip(expected, found, strict=True))
-    print(f"{equal} of {len(expected)} next tokens are equal")
-    assert len(expected) >= 1000
-    assert equal >= 0.98 * len(expected)
 
 
 def test_throughput(model: Path) -> None:
@@ -139,7 +121,7 @@ def mixture(count: int = 200) -> list[Request]:
 def answer(running: Server, request: Request) -> Any:
     """The tokens of the answer and how far ahead the best was at each; nothing for what is meant to fail."""
     if request.kind == "abort":
-        arrived = running.stream(request.prompt, request.tokens)
+        arrived = running.stream(request.prompt, request.tokens, ignore_eos=True)
         next(arrived), next(arrived)
         arrived.close()  # closes the connection
         return None
@@ -147,11 +129,11 @@ def answer(running: Server, request: Request) -> Any:
         with pytest.raises(urllib.error.HTTPError, match="400"):
             running.complete(request.prompt, request.tokens)
         return None
-    found = running.complete(request.prompt, request.tokens, logprobs=2)["logprobs"]
+    found = running.complete(request.prompt, request.tokens, logprobs=2, return_tokens_as_token_ids=True)["logprobs"]
     gaps = []
     for top in found["top_logprobs"]:
         ranked = sorted(top.values(), reverse=True)
-        gaps.append(ranked[0] - ranked[1] if len(ranked) > 1 else float("inf"))
+        gaps.append(ranked[0] - ranked[1])
     return found["tokens"], gaps
 
 
@@ -170,126 +152,29 @@ def differences(running: Server, requests: list[Request]) -> list[float]:
     return parted
 
 
-@pytest.mark.parametrize("format", ["k8v8"])
-def test_two_hundred_mixed_requests(model: Path, format: str) -> None:
-    """With a memory of 120 blocks of 32 tokens: less than 16 requests at once need."""
+def test_two_hundred_mixed_requests(model: Path) -> None:
+    """In a memory of 120 blocks of 32 tokens, less than 16 requests at once need."""
     options = ("--block-size", "32", "--num-gpu-blocks-override", "120", "--enable-prefix-caching")
     requests = mixture()
-    with server(model, format, *options) as ours:
+    with server(model, "k8v8", *options) as ours:
         parted = differences(ours, requests)
         assert ours.metric("vllm:num_preemptions_total") > 0
         assert ours.metric("vllm:prefix_cache_hits_total") > 0
         assert ours.metric("vllm:num_requests_running") == 0
         assert ours.metric("vllm:kv_cache_usage_perc") == 0
-        assert ours.process.poll() is None
-    print(f"{format}: answers that depend on the batch: {parted}")
-    with server(model, None, *options) as stock:
-        theirs = differences(stock, requests)
-    print(f"stock: answers that depend on the batch: {theirs}")
+    print(f"how far ahead the best token was where answers depend on the batch: {parted}")
+    if parted:
+        with server(model, None, *options) as stock:
+            theirs = differences(stock, requests)
+        print(f"stock: {theirs}")
+        assert len(parted) <= len(theirs) + 3
     assert all(gap < 0.02 for gap in parted), "rounding decides only between tokens of all but equal probability"
-    assert len(parted) <= len(theirs) + 3
 
 
-def random_model(folder: Path, kind: str) -> Path:
-    """A small model of random weights, with token ids as its text."""
-    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
-
-    torch.manual_seed(0)
-    common = {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "initializer_range": 0.2,
-        "max_position_embeddings": LENGTH,
-    }
-    config = (
-        LlamaConfig(**common)
-        if kind == "llama"
-        else Gemma2Config(**common, sliding_window=48, attn_logit_softcapping=20.0, query_pre_attn_scalar=64)
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def token_texts(running: Server, count: int = 6) -> list[list[int]]:
-    draw = random.Random(1)
-    given = [[draw.randrange(512) for _ in range(length)] for length in (3, 40, 100, 250, 333, 64)[:count]]
-    options = {"return_token_ids": True, "ignore_eos": True, "detokenize": False}
-    return [running.complete(prompt, 24, **options)["token_ids"] for prompt in given]
-
-
-@pytest.mark.parametrize("kind", ["gemma2"])
-def test_sliding_windows_and_soft_cap(tmp_path: Path, kind: str) -> None:
-    """Layers with and without a window, a soft cap, prefill in chunks of 128."""
-    folder = random_model(tmp_path / "model", kind)
-    options = ("--skip-tokenizer-init", "--max-num-batched-tokens", "128")
-    with server(folder, None, *options) as stock:
-        expected = token_texts(stock)
-    with server(folder, "k16v16", *options) as ours:
-        assert token_texts(ours) == expected
-
-
-def test_tensor_parallel(tmp_path: Path) -> None:
-    """Two processes, each with half of the KV heads, say what one says."""
-    folder = random_model(tmp_path / "model", "llama")
-    found = []
-    for size in ("1", "2"):
-        with server(folder, "k8v8", "--skip-tokenizer-init", "--tensor-parallel-size", size) as running:
-            found.append(token_texts(running))
-    assert found[0] == found[1]
-
-
-def test_tensor_parallel_real_model(model: Path) -> None:
-    """SmolLM2 has 9 heads and 3 KV heads: three processes with one KV head each."""
+def test_tensor_parallel(model: Path) -> None:
+    """SmolLM2 has 9 heads and 3 KV heads: three processes with one KV head each say what one says."""
     found = []
     for size in ("1", "3"):
         with server(model, "k8v8", "--tensor-parallel-size", size) as running:
             found.append([running.complete(prompt, 16)["text"] for prompt in BEGINNINGS])
     assert found[0] == found[1]
-
-
-REFUSED = {
-    "unknown format": ({}, "k7v4", "bits must be one of"),
-    "not a name": ({}, 4, "must be a format"),
-    "other cache dtype": ({"kv_cache_dtype": "fp8"}, "k4v4", "--kv-cache-dtype must be auto"),
-    "other backend": ({"attention_backend": "TRITON_ATTN"}, "k4v4", "names another backend"),
-    "embedding model": ({"runner": "pooling"}, "k4v4", "must generate text"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_at_start(model: Path, name: str) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    options, switch, message = REFUSED[name]
-    with pytest.raises(Exception, match=message):
-        EngineArgs(str(model), additional_config={"aurakv": switch}, **options).create_engine_config()
-
-
-def test_latent_attention_is_refused(tmp_path: Path) -> None:
-    from transformers import DeepseekV2Config
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = DeepseekV2Config(hidden_size=64, num_hidden_layers=2, architectures=["DeepseekV2ForCausalLM"])
-    config.save_pretrained(tmp_path)
-    with pytest.raises(Exception, match="multi-head latent attention"):
-        EngineArgs(str(tmp_path), additional_config={"aurakv": "k4v4"}, skip_tokenizer_init=True).create_engine_config()
-
-
-def test_without_the_switch_nothing_changes(model: Path) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(str(model), dtype="float32").create_engine_config()
-    assert config.attention_config.backend is None
-
-
-def test_block_size_must_fit(model: Path) -> None:
-    with (
-        pytest.raises(RuntimeError, match="block-size must be a multiple of 16"),
-        server(model, "k4v4", "--block-size", "8"),
-    ):
-        pass

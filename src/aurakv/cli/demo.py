@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from ..evaluation import Row
 
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
-CHUNK = 256  # tokens that are read at a time
-QUESTION = "Summarise the story in two sentences."
+CHUNK = 2048  # tokens that are read at a time: the first ones centre the keys, as those of a prompt do
 
 
 def add(subparsers: Any) -> None:
@@ -26,9 +25,9 @@ def add(subparsers: Any) -> None:
         "demo",
         run,
         "compare the compressed caches with the uncompressed one on a real model",
-        "A model reads a long text and answers a question about it, with the uncompressed cache and with each format.\n"
+        "A model reads a long text and goes on with it, with the uncompressed cache and with each format.\n"
         "Shown for each: the bytes that the cache holds, counted from its tensors; tokens/s of decoding, the caches\n"
-        "taking turns token by token; the answers; and over all tokens of the prompt, which read the compressed\n"
+        "taking turns token by token; the text; and over all tokens of the prompt, which read the compressed\n"
         "history, how far the predictions are from those of the uncompressed model (mean KL divergence in nats) and\n"
         "how often both find the same token most likely. Saves a picture.",
         [
@@ -40,9 +39,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
                         help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
     parser.add_argument("--tokens", type=frame.tokens, default=4352, help="of the prompt (default 4352)")
-    parser.add_argument("--answer", type=frame.tokens, default=48, help="tokens to generate (default 48)")
+    parser.add_argument("--new", type=frame.tokens, default=48, help="tokens to generate (default 48)")
     parser.add_argument("--file", type=Path, help="a text to read (default two chapters of Alice in Wonderland)")
-    parser.add_argument("--question", default=QUESTION, help="what to ask about the text")
+    parser.add_argument("--question", help="what to ask about the text (default none: the model goes on with it)")
     parser.add_argument("--picture", type=Path, default=Path("aurakv-demo.png"), metavar="FILE",
                         help="where to save the picture (default aurakv-demo.png)")  # fmt: skip
     loading.add_options(parser)
@@ -59,10 +58,10 @@ def run(args: argparse.Namespace) -> None:
     loaded = loading.load(args, screen)
     ids = _prompt(args, loaded)
     rows, runs = _read(args, loaded, ids, screen)
-    with screen.progress("decoding", args.answer * len(runs)) as step:
-        model.decode(runs, args.answer, step)
+    with screen.progress("decoding", args.new * len(runs)) as step:
+        model.decode(runs, args.new, step)
     results = []
-    base = runs[0]
+    base, expected = runs[0], _text(loaded.tokenizer, runs[0].tokens)
     for row, run in zip(rows, runs, strict=True):
         results.append(
             {
@@ -75,29 +74,31 @@ def run(args: argparse.Namespace) -> None:
                 "top1": row.top1,
                 "perplexity": row.perplexity,
                 "tokens_from_codes": row.tokens_from_codes,
-                "same_tokens": _common(base.tokens, run.tokens),
+                "same_words": _common(expected, _text(loaded.tokenizer, run.tokens)),
                 "text": _text(loaded.tokenizer, run.tokens),
             }
         )
     facts = {"model": loaded.name, "prompt_tokens": ids.shape[1], "dtype": str(loaded.model.dtype).split(".")[1],
              **machine.facts(loaded.device)}  # fmt: skip
     demo_plot.save(results, facts, args.picture)
-    _show(screen, results, facts, args.answer)
+    _show(screen, results, facts, args.new)
     screen.say(f"picture: {args.picture}")
     screen.result({**facts, "question": args.question, "rows": results, "picture": str(args.picture)})
 
 
 def _prompt(args: argparse.Namespace, loaded: loading.Loaded) -> torch.Tensor:
-    """The text, cut so that prompt and question have as many tokens as asked for, then the question."""
+    """The ids [1, tokens] of the text, cut to fit, and of the question behind it if there is one."""
     from ..evaluation import texts
 
     tokenizer = loaded.tokenizer
-    text = texts.builtin() if args.file is None else frame.read_text(args.file)
-    if loaded.longest is not None and args.tokens + args.answer > loaded.longest:
-        raise InputError(f"--tokens and --answer must stay within the {loaded.longest:,} tokens of this model")
-    words = tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = texts.builtin() if args.file is None else texts.read(args.file)
+    if loaded.longest is not None and args.tokens + args.new > loaded.longest:
+        raise InputError(f"--tokens and --new must stay within the {loaded.longest:,} tokens of this model")
+    if args.question is None:
+        return texts.ids_of(text, tokenizer, loaded.model.config, args.tokens)
     before, after = _around(tokenizer, args.question)
     room = args.tokens - len(before) - len(after)
+    words = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not 0 < room <= len(words):
         raise InputError(
             f"--tokens must be from {args.tokens - room + 1:,} to {args.tokens - room + len(words):,} with this text"
@@ -145,7 +146,7 @@ def _read(
     return rows, list(made.values())
 
 
-def _show(screen: frame.Screen, results: list[dict[str, Any]], facts: dict[str, Any], answer: int) -> None:
+def _show(screen: frame.Screen, results: list[dict[str, Any]], facts: dict[str, Any], count: int) -> None:
     base = results[0]
     screen.say(
         f"{facts['model']} ({facts['dtype']}) with a prompt of {facts['prompt_tokens']:,} tokens, on {facts['device']},"
@@ -159,9 +160,9 @@ def _show(screen: frame.Screen, results: list[dict[str, Any]], facts: dict[str, 
           f"{r['kl']:.4f}" if r is not base else "", f"{r['top1']:.1%}" if r is not base else "") for r in results],
     )  # fmt: skip
     screen.table(
-        f"the first {answer} tokens of the answers",
-        ["cache", "text", ">first tokens like uncompressed"],
-        [(r["cache"], r["text"], "" if r is base else str(r["same_tokens"])) for r in results],
+        f"the next {count} tokens",
+        ["cache", "text", ">first words like uncompressed"],
+        [(r["cache"], r["text"], "" if r is base else str(r["same_words"])) for r in results],
     )
 
 
@@ -172,5 +173,7 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
     return " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split())
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+def _common(a: str, b: str) -> int:
+    """How many words two texts begin with alike."""
+    pairs = list(zip(a.split(), b.split(), strict=False))
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))

@@ -242,6 +242,11 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if kv_cache_spec.page_size_bytes != kv_cache_spec.unpadded_page_size_bytes:
+            raise InputError(
+                "aurakv cannot serve this: the policy gives layers with a window and layers without one blocks of"
+                f" different sizes, which vLLM would pad to {kv_cache_spec.page_size_bytes} bytes"
+            )
         self.buffers = Lengths(vllm_config.scheduler_config.max_num_seqs + 1, device)
 
     def build(
