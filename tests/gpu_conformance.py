@@ -31,7 +31,7 @@ Job = tuple[str, str, str]  # kind, name, precision or number
 class Mark:
     """What the tests use of pytest.mark: it notes parameters and conditions at the functions."""
 
-    def parametrize(self, names: str | tuple[str, ...], values: Any) -> Callable[[Any], Any]:
+    def parametrize(self, names: str | tuple[str, ...], values: Any, **_: Any) -> Callable[[Any], Any]:
         keys = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
         rows = [dict(zip(keys, v if len(keys) > 1 else (v,), strict=True)) for v in values]
         return lambda f: _note(f, "parameters", [*getattr(f, "parameters", []), rows])
@@ -46,6 +46,14 @@ class Mark:
 def _note(function: Any, name: str, value: Any) -> Any:
     setattr(function, name, value)
     return function
+
+
+class SkippedError(Exception):
+    """A module has nothing to run here."""
+
+
+def _skip(reason: str, **_: Any) -> None:
+    raise SkippedError(reason)
 
 
 @contextlib.contextmanager
@@ -63,13 +71,18 @@ def tests_of(module: str) -> dict[str, tuple[Callable[..., None], dict[str, Any]
     stand_in.__dict__.update(
         mark=Mark(),
         raises=_raises,
+        skip=_skip,
         importorskip=importlib.import_module,
         fixture=lambda *args, **_: args[0] if args else (lambda f: f),
         param=lambda *args, **_: args if len(args) > 1 else args[0],
     )
     sys.modules["pytest"] = stand_in
-    found = {}
-    for name, function in vars(importlib.import_module(module)).items():
+    found: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {}
+    try:
+        members = vars(importlib.import_module(module))
+    except SkippedError:
+        return found
+    for name, function in members.items():
         if name.startswith("test_") and getattr(function, "conditions", None) and not any(function.conditions):
             for number, rows in enumerate(itertools.product(*getattr(function, "parameters", []))):
                 arguments = {key: value for row in rows for key, value in row.items()}
