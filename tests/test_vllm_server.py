@@ -42,10 +42,7 @@ def model() -> Path:
 
 def server(model: Path, format: str | None, *options: str, memory: int = 1 << 28, dtype: str = "float32") -> Server:
     common = ("--max-model-len", str(LENGTH), "--max-num-seqs", "16", "--enforce-eager", "--dtype", dtype)
-    env = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    }  # the first allows to empty its prefix cache
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the prefix cache can be emptied
     return Server(model, format, *common, "--kv-cache-memory-bytes", str(memory), *options, env=env)
 
 
