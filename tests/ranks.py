@@ -27,10 +27,9 @@ def _serve(pipe, rank, size, store, timeout):
         function, arguments = job
         try:
             pipe.send((True, function(*arguments)))
-        except Exception:
+        except BaseException:  # pytest's failures are no Exceptions
             pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
-    os._exit(0)
+    os._exit(0)  # without a farewell to processes that may be gone
 
 
 class Ranks:
@@ -53,8 +52,8 @@ class Ranks:
     def alive(self):
         return all(process.is_alive() for process in self.processes)
 
-    def run(self, function, *arguments, wait=120):
-        """What the function returns on each rank; None for a rank that has died."""
+    def run(self, function, *arguments, dies=None, wait=120):
+        """What the function returns on each rank. Rank `dies` must die of it and no other may."""
         for pipe in self.pipes:
             pipe.send((function, arguments))
         results = []
@@ -64,7 +63,9 @@ class Ranks:
             try:
                 fine, value = pipe.recv()
             except EOFError:
-                fine, value = True, None
+                fine, value = rank == dies, "it died"
+            else:
+                assert rank != dies, f"rank {rank} lives"
             if not fine:
                 self.close()
                 raise AssertionError(f"rank {rank} failed:\n{value}")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aurakv as kv
+from aurakv.partial import join
 
 TOKENS, HEADS, DIM = 3, 2, 4
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -190,3 +191,27 @@ def test_what_does_not_fit_is_refused():
         kv.merge(part, kv.Partial(part.out, part.lse[:, :1]))
     with pytest.raises(kv.InputError, match=r"\[2\] \(query heads\), got \[3\]"):
         kv.sink(torch.zeros(3), part)
+
+
+def test_join_is_merge():
+    """Of two parts as attention returns them: empty ones and those behind an infinite sink have out 0."""
+    generator = torch.Generator().manual_seed(2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        a, b = (
+            kv.Partial(
+                torch.randn(40, 4, 8, generator=generator).to(dtype),
+                (20 * torch.randn(40, 4, generator=generator)).to(
+                    torch.float64 if dtype == torch.float64 else torch.float32
+                ),
+            )
+            for _ in range(2)
+        )
+        for part, rows in ((a, slice(0, 10)), (b, slice(5, 15))):
+            part.out[rows], part.lse[rows] = 0, -torch.inf
+        for part, rows in ((a, slice(15, 20)), (b, slice(18, 22))):
+            part.out[rows], part.lse[rows] = 0, torch.inf
+        a.lse[22], b.lse[23], a.out[24] = torch.nan, torch.nan, torch.nan
+        b.lse[24] = a.lse[24] - 3
+        got, expected = join(a, b), kv.merge(a, b)
+        torch.testing.assert_close(got.lse, expected.lse, equal_nan=True)
+        torch.testing.assert_close(got.out, expected.out, equal_nan=True)

@@ -1,5 +1,6 @@
 """Sharded caches: what can be done with one, its files, and processes that die, hang or disagree."""
 
+import datetime
 import json
 import os
 import time
@@ -137,9 +138,18 @@ def test_a_full_rank_stops_all(ranks):
 
 
 def run_disagree():
-    format = kv.Format.parse("k4v4" if dist.get_rank() else "k8v8", D)
-    with pytest.raises(kv.InputError, match="same on all ranks"):
-        kv.ShardedCache.growing(format, 1, H)
+    rank, format = dist.get_rank(), kv.Format.parse("k4v4", D)
+    for make_one in (
+        lambda: kv.ShardedCache.growing(kv.Format.parse("k4v4" if rank else "k8v8", D), 1, H),
+        lambda: kv.ShardedCache.growing(kv.Format.parse("k4v4", D if rank else 2 * D), 1, H),
+        lambda: kv.ShardedCache.growing(format, 1, H + rank),
+        lambda: kv.ShardedCache.growing(format, 1, H, block=256 + 256 * rank, page_size=256),
+        lambda: kv.ShardedCache.growing(format, 1, H, exact=EXACT if rank else None),
+        lambda: kv.ShardedCache.growing(format, 1, H, key_offset=torch.full((H, D), float(rank))),
+        lambda: kv.ShardedCache.ring(format, 1, H, 100 + rank),
+    ):
+        with pytest.raises(kv.InputError, match="same on all ranks"):
+            make_one()
     cache = kv.ShardedCache.growing(kv.Format.parse("k4v4", D), 1, H)
     if dist.get_rank():
         cache._lengths[0] += 1
@@ -222,7 +232,7 @@ def run_wrong_shards(folder):
     good = json.loads(shards._text(cache, 5))
     del good["checksum"]
     for name, value in {
-        "version": 2, "number": -1, "ranks": 3, "rank": 1 - good["rank"], "block": 32, "chunk": 0, "window": 21,
+        "version": 2, "number": -1, "ranks": 3, "rank": 1 - good["rank"], "block": 32, "chunk": 0, "window": 50,
         "sinks": 0.5, "lengths": [40], "highest": [39, 10], "homes": [0, 2], "exact_first": 4, "exact_dtype": "int8",
         "growing": 1, "kind": "x",
     }.items():  # fmt: skip
@@ -246,13 +256,15 @@ def test_parts_that_do_not_belong_together(ranks, tmp_path):
 def run_death(victim, hang):
     """The victim is gone before the second step; the others get one sentence soon."""
     format = kv.Format.parse("k4v4", D)
-    cache = kv.ShardedCache.growing(format, 1, H, block=16)
     x = rand(40, H, D)
+    kv.ShardedCache.growing(format, 1, H, block=16).step(x, x, x, [0, 40])  # whatever takes long the first time
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    cache = kv.ShardedCache.growing(format, 1, H, block=16, group=group)
     cache.step(x, x, x, [0, 40])
     if dist.get_rank() == victim:
         if not hang:
             os._exit(1)
-        time.sleep(6)
+        time.sleep(8)
         return None
     start = time.monotonic()
     with pytest.raises(kv.PeerError, match="another process is gone or did not answer"):
@@ -261,20 +273,11 @@ def run_death(victim, hang):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_dies(size):
-    group = Ranks(size, timeout=5)  # some notice at once, some after it
+@pytest.mark.parametrize(("size", "hang"), [(2, False), (4, False), (2, True)])
+def test_a_rank_that_dies_or_hangs(size, hang):
+    group = Ranks(size)
     try:
-        times = group.run(run_death, size - 1, False)
-        assert times[-1] is None
-        assert all(seconds < 15 for seconds in times[:-1])
-    finally:
-        group.close()
-
-
-def test_a_rank_that_hangs():
-    group = Ranks(2, timeout=2)
-    try:
-        assert group.run(run_death, 1, True)[0] < 6
+        times = group.run(run_death, size - 1, hang, dies=None if hang else size - 1)
+        assert all(seconds < 15 for seconds in times[:-1])  # some notice at once, some after the timeout
     finally:
         group.close()

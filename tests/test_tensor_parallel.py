@@ -1,7 +1,9 @@
 """Tensor parallel needs nothing special: each rank keeps its own KV heads. The examples for several processes run."""
 
 import itertools
+import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,9 @@ import aurakv as kv
 
 ROOT = Path(__file__).parent.parent
 GENERATE = """
+import json
 import sys
+
 import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
@@ -37,7 +41,7 @@ cache = attach(model, "k8v8", first=4, recent=8)
 mask = torch.ones_like(inputs)
 text = model.generate(inputs, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
 if size == 1 or dist.get_rank() == 0:
-    print("RESULT", [cache.layers[0].cache.pool.kv_heads, cache.bytes_held, text[:, 40:].tolist()])
+    print("RESULT", json.dumps([cache.layers[0].cache.pool.kv_heads, cache.bytes_held, text[:, 40:].tolist()]))
 """
 
 
@@ -52,7 +56,7 @@ def launch(*command, processes=1):
 
 def run_heads(format, exact):
     """Rank r keeps KV heads 2r and 2r + 1 and their queries in a plain cache; no process talks to another."""
-    rank, lengths = dist.get_rank(), [0, 50, 61]
+    rank = dist.get_rank()
     heads, queries = slice(2 * rank, 2 * rank + 2), slice(6 * rank, 6 * rank + 6)
     offset = rand(4, 64, seed=7)
     whole = kv.KVCache.contiguous(format, 2, 4, exact=exact, key_offset=offset)
@@ -64,8 +68,8 @@ def run_heads(format, exact):
         got = mine.step(q[:, queries], k[:, heads], v[:, heads], lengths, scoring, precision="exact")
         torch.testing.assert_close(got.out, wanted.out[:, queries], atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(got.lse, wanted.lse[:, queries], atol=2e-5, rtol=2e-5)
-    for seq, (ours, theirs) in itertools.product(range(2), zip(mine.codes(0), whole.codes(0), strict=True)):
-        assert torch.equal(ours.data, theirs.data[:, heads]), seq
+    for seq, side in itertools.product(range(2), range(2)):
+        assert torch.equal(mine.codes(seq)[side].data, whole.codes(seq)[side].data[:, heads])
 
 
 def test_each_rank_its_heads(ranks):
@@ -73,7 +77,7 @@ def test_each_rank_its_heads(ranks):
         ranks(2).run(run_heads, kv.Format.parse("k4v3", 64), exact)
 
 
-def test_transformers_tensor_parallel(tmp_path):
+def test_transformers_tensor_parallel(tmp_path, monkeypatch, capsys):
     """`tp_plan` splits the model; AuraCache takes the KV heads that the rank has and the text stays the same."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
@@ -90,12 +94,11 @@ def test_transformers_tensor_parallel(tmp_path):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     script = tmp_path / "generate.py"
     script.write_text(GENERATE)
-    results = []
-    for size in (1, 2):
-        out = launch(script, tmp_path / "model", size, processes=size)
-        (line,) = (line for line in out.splitlines() if line.startswith("RESULT"))
-        results.append(eval(line.removeprefix("RESULT")))
-    (heads, held, text), (local_heads, local_held, local_text) = results
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "model"), "1"])
+    runpy.run_path(str(script))
+    outs = capsys.readouterr().out, launch(script, tmp_path / "model", 2, processes=2)
+    lines = [line for out in outs for line in out.splitlines() if line.startswith("RESULT")]
+    (heads, held, text), (local_heads, local_held, local_text) = (json.loads(line[7:]) for line in lines)
     assert (heads, local_heads) == (4, 2)
     assert local_held < 0.6 * held
     assert local_text == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from .codec import Codec, Codes, Format
 from .errors import InputError
 from .exact import Exact
 from .pages import Pages
-from .partial import Partial, merge, sink
+from .partial import Partial, join, merge
 from .pool import PagePool
 from .scoring import Scoring
 from .table import Kept, Table, round_up
@@ -359,7 +360,8 @@ class KVCache:
         exact = self._exact_table
         if exact is not None:  # its pool grows and never refuses
             counts = [len(rows) for rows in self.exact.taken(bounds, exact.lengths)]
-            exact.make_room([0, *itertools.accumulate(counts)])
+            if any(counts):
+                exact.make_room([0, *itertools.accumulate(counts)])
 
     def _append(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
         ops.append(self.pages, k, v, bounds, backend=self.backend)
@@ -370,10 +372,10 @@ class KVCache:
         if exact is None:
             return
         taken = self.exact.taken(bounds, exact.lengths)
+        if not any(taken):  # the first tokens are complete
+            return
         piece = [0, *itertools.accumulate(len(rows) for rows in taken)]
         if piece[-1] < k.shape[0]:
-            if not piece[-1]:  # the first tokens are complete
-                return
             at = torch.tensor([row for rows in taken for row in rows], device=k.device)
             k, v = k[at], v[at]
         ops.append(exact.pages, k, v, piece, backend=self.backend)
@@ -386,25 +388,22 @@ class KVCache:
             self._append_exact(k, v, bounds)
             return self._attend(q, bounds, call)
         # Many new tokens: the exact ones are among those held so far and the new ones themselves.
-        scoring, dtype = dataclasses.replace(call.scoring, exact=True), self.exact.dtype
+        scoring, dtype = _exact(call.scoring), self.exact.dtype
         ends = self._table.lengths
         parts = (
-            self._attend_table(q, self._table, bounds, call._replace(sink_logits=None)),
+            self._attend_table(q, self._table, bounds, call),
             ops.attend(q, exact.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend),
             ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
         )
         self._append_exact(k, v, bounds)
-        return _with_sink(merge(*parts), call)
+        return merge(*parts)
 
     def _attend(self, q: Tensor, bounds: list[int], call: _Call) -> Partial:
         if self._exact_table is None:
             return self._attend_table(q, self._table, bounds, call)
-        exact = call._replace(scoring=dataclasses.replace(call.scoring, exact=True), sink_logits=None)
-        parts = (
-            self._attend_table(q, self._table, bounds, call._replace(sink_logits=None)),
-            self._attend_table(q, self._exact_table, bounds, exact),
-        )
-        return _with_sink(merge(*parts), call)
+        exact = call._replace(scoring=_exact(call.scoring), sink_logits=None)  # sinks count once
+        coded = self._attend_table(q, self._table, bounds, call)
+        return join(coded, self._attend_table(q, self._exact_table, bounds, exact))
 
     def _attend_table(self, q: Tensor, table: Table, bounds: list[int], call: _Call) -> Partial:
         return ops.attend(
@@ -443,11 +442,17 @@ def own_scoring(given: Scoring | None, kept: Kept | None, exact: Exact) -> Scori
         raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
     if not exact.first and not exact.recent:
         return scoring
-    return dataclasses.replace(scoring, first=exact.first, recent=exact.recent)
+    return _with_exact(scoring, exact.first, exact.recent)
 
 
-def _with_sink(part: Partial, call: _Call) -> Partial:
-    return part if call.sink_logits is None else merge(part, sink(call.sink_logits, part))
+@functools.lru_cache(maxsize=256)  # every step asks for the same few
+def _with_exact(scoring: Scoring, first: int, recent: int) -> Scoring:
+    return dataclasses.replace(scoring, first=first, recent=recent)
+
+
+@functools.lru_cache(maxsize=256)
+def _exact(scoring: Scoring) -> Scoring:
+    return dataclasses.replace(scoring, exact=True)
 
 
 def _sides(format: Format) -> tuple[Codec, Codec]:

@@ -10,11 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import ops
+from .codec import Codec, Format
 from .policy import LayerPolicy
+from .scoring import Scoring
 
 SINKS = 4  # first tokens of a sequence: they attract attention, and their keys are unlike those of the others
 ENOUGH = 64  # tokens that can speak for those to come
 MOST = 2048  # tokens of a sequence that are looked at
+LOST = 0.25  # nats by which attention may move before keys count as lost
+_QUERIES, _KEYS = 32, 1024  # of a check
 _FLOOR = 1e-4  # channels weaker than this share of the mean are treated as if they had it
 
 
@@ -25,6 +30,7 @@ class Moments:
         self.keys = self.queries = 0
         self._k = self._k2 = self._q2 = torch.zeros(())
 
+    @torch.no_grad()
     def add(self, k: Tensor, q: Tensor | None = None) -> None:
         """Keys [tokens, kv_heads, dim] and queries [tokens, heads, dim]; vectors that are not finite do not count."""
         kv_heads = k.shape[1]
@@ -62,6 +68,45 @@ def measured(format: str, k: Tensor, q: Tensor | None = None, real: Tensor | Non
     moments = Moments()
     moments.add(_rows(k, rows), None if q is None else _rows(q, rows))
     return moments.layer(format)
+
+
+@torch.no_grad()
+def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> float:
+    """By how many nats attention on codes differs from that on the keys: the mean KL divergence over some queries.
+
+    k and q [heads, t, dim] are the tokens of one sequence, whose `first` ones are exact. NaN: nothing finite was there.
+    """
+    k, q = k[:, :_KEYS].transpose(0, 1).float(), q[:, :_KEYS].float()
+    codec = Format.parse(layer.format, k.shape[2]).key
+    if not codec.coded:
+        return 0.0
+    balance = torch.ones_like(k[0]) if layer.balance is None else layer.balance.to(k.device)
+    offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
+    codes = ops.encode(k * balance, codec, offset)
+    stored = ops.decode(codes, codec, offset) / balance
+    stored[:first] = k[:first]
+    at = torch.linspace(min(ENOUGH, k.shape[0]) - 1, k.shape[0] - 1, _QUERIES, device=k.device).long().unique()
+    seen = scoring.visible(at[:, None], torch.arange(k.shape[0], device=k.device))
+    queries = q[:, at].unflatten(0, (k.shape[1], -1))  # [kv_heads, group, n, dim]
+    exact, coded = (
+        scoring.cap(torch.einsum("hgnd,lhd->hgnl", queries, x) * scoring.multiplier(k.shape[2]))
+        .masked_fill(~seen, -torch.inf)
+        .log_softmax(3)
+        for x in (k, stored)
+    )
+    change = torch.where(seen, exact.exp() * (exact - coded), 0.0).sum(3)
+    return float(change[change.isfinite()].mean())
+
+
+def widened(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> LayerPolicy:
+    """The layer with the narrowest keys, not below its own, whose attention survives; 16 bits if no codes do."""
+    dim = k.shape[2]
+    format = Format.parse(layer.format, dim)
+    for bits in (*(bits for bits in (4, 5, 6, 8) if bits > format.key.bits), 16):
+        layer = layer.with_format(Format(Codec.key(dim, bits), format.value).name, dim)
+        if not moved(layer, k, q, scoring, first) > LOST:
+            break
+    return layer
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -40,6 +40,14 @@ def merge(*parts: Partial) -> Partial:
     return Partial(merged.to(first.out.dtype), total)
 
 
+def join(a: Partial, b: Partial) -> Partial:
+    """merge of two results of ours, in half the time: of an empty part `out` must be 0, with lse = +inf too."""
+    share = torch.sigmoid(b.lse - a.lse)
+    share = torch.where(a.lse == b.lse, 0.5, share)  # also where both are infinite
+    out = torch.lerp(a.out.to(a.lse.dtype), b.out.to(a.lse.dtype), share[..., None])
+    return Partial(out.to(a.out.dtype), torch.logaddexp(a.lse, b.lse))
+
+
 def sink(logits: Tensor, like: Partial) -> Partial:
     """Learned sink logits, one per query head: a virtual key with that logit and the value 0."""
     if logits.shape != like.lse.shape[-1:]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..errors import AuraError
-from . import bench, demo, eval, frame, generate, info, plan
+from . import bench, demo, eval, frame, generate, info, plan, tune
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-COMMANDS: tuple[ModuleType, ...] = (demo, generate, eval, bench, plan, info)  # in the order of --help
+COMMANDS: tuple[ModuleType, ...] = (demo, generate, eval, tune, bench, plan, info)  # in the order of --help
 
 _EXTRAS = {"rich": "cli", "matplotlib": "cli", "safetensors": "files", "triton": "gpu"}
 _EXTRAS |= dict.fromkeys(("transformers", "tokenizers", "accelerate", "gguf", "huggingface_hub"), "hf")

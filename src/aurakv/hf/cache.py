@@ -15,17 +15,20 @@ from ..codec import Format
 from ..errors import InputError
 from ..policy import LayerPolicy, Policy, shipped
 from .attention import NAME, register
-from .layer import AuraLayer, Options, Shared
+from .layer import AuraLayer
+from .shared import Options, Shared
 from .support import head_dim, slots
 
 Formats = str | Path | Policy | Callable[[int, int], str]
+AUTO, AUTO_FORMAT = "auto", "k4v4"
 FIRST = 4  # exact tokens unless a policy or a user says otherwise
 
 
 class AuraCache(Cache):  # type: ignore[misc]
     """Keys and values of all layers of a model at the formats asked for, e.g. "k4v4".
 
-    format: the name for all attention layers, or a function (layer, attention layers) -> name, or a policy: itself,
+    format: "auto" is k4v4, with wider keys in layers where the first tokens show that 4 bits would lose them. Or the
+        name for all attention layers, or a function (layer, attention layers) -> name, or a policy: itself,
         its .json file or the name of one that comes with the package.
     layers: other names for some attention layers, counted from 0 or, below 0, from the last; "k16v16" leaves a layer
         uncompressed, in the dtype of the model.
@@ -39,7 +42,7 @@ class AuraCache(Cache):  # type: ignore[misc]
     def __init__(
         self,
         config: PreTrainedConfig,
-        format: Formats = "k4v4",
+        format: Formats = AUTO,
         *,
         layers: Mapping[int, str] | None = None,
         first: int | None = None,
@@ -49,7 +52,8 @@ class AuraCache(Cache):  # type: ignore[misc]
         backend: str | None = None,
         precision: str = "fast",
     ) -> None:
-        policy = _policy(format)
+        auto = isinstance(format, str) and format == AUTO
+        policy = _policy(AUTO_FORMAT if auto else format)
         first = (FIRST if policy is None else policy.first) if first is None else first
         recent = (0 if policy is None else policy.recent) if recent is None else recent
         for name, number in (("first", first), ("recent", recent), ("rollback", rollback)):
@@ -58,8 +62,11 @@ class AuraCache(Cache):  # type: ignore[misc]
         if backend is not None:
             backends.why_not(backend)  # refuses a name that does not exist; layers find out whether it can run
         planned, dim = slots(config), head_dim(config)
-        policies = iter(_policies(format if policy is None else policy, layers or {}, config))
-        shared, options = Shared(), Options(first, recent, rollback, centre and policy is None, backend, precision)
+        policies = iter(
+            _policies((AUTO_FORMAT if auto else format) if policy is None else policy, layers or {}, config)
+        )
+        self._shared = Shared()
+        options = Options(first, recent, rollback, centre and policy is None, auto, backend, precision)
         made: list[Any] = []
         for slot in planned:
             if slot.other is not None:
@@ -67,13 +74,18 @@ class AuraCache(Cache):  # type: ignore[misc]
                 continue
             layer = next(policies)
             Format.parse(layer.format, dim)  # refuse now what the first tokens would
-            made.append(AuraLayer(layer, slot.window, options, shared))
+            made.append(AuraLayer(layer, slot.window, options, self._shared))
         super().__init__(layers=made)
 
     @property
     def compressed(self) -> list[AuraLayer]:
         """The attention layers, which are ours; the others stay as transformers makes them."""
         return [layer for layer in self.layers if isinstance(layer, AuraLayer)]
+
+    @property
+    def lost(self) -> list[str]:
+        """One sentence for each layer whose keys, judged by the first 64 or more tokens, do not survive its format."""
+        return list(self._shared.lost)
 
     @property
     def bytes_held(self) -> int:
@@ -109,7 +121,7 @@ class AuraCache(Cache):  # type: ignore[misc]
         return f"AuraCache({', '.join(map(repr, self.layers))})"
 
 
-def attach(model: PreTrainedModel, format: Formats = "k4v4", **options: Any) -> AuraCache:
+def attach(model: PreTrainedModel, format: Formats = AUTO, **options: Any) -> AuraCache:
     """Let a model compute attention on codes, and return a cache for `model.generate(past_key_values=...)`."""
     cache = AuraCache(model.config, format, **options)
     register()

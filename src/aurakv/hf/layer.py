@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache import KVCache
-from ..calibrate import measured
+from ..calibrate import ENOUGH, LOST, measured, moved, widened
 from ..codec import Codec, Format
 from ..errors import InputError
 from ..exact import Exact
@@ -27,54 +26,10 @@ from ..ops import decode, encode
 from ..policy import LayerPolicy
 from ..scoring import Scoring
 from .columns import Columns
-
-FOREVER = 2**31 - 1  # the reach of tokens without a window
+from .shared import Options, Shared
 
 _numbers = itertools.count()
 _live: weakref.WeakValueDictionary[int, AuraLayer] = weakref.WeakValueDictionary()
-
-
-class Options(NamedTuple):
-    """What the layers of a cache have in common."""
-
-    first: int
-    recent: int
-    rollback: int
-    centre: bool  # layers without a policy take their offset and balance from the first tokens they get
-    backend: str | None
-    precision: str
-
-
-class Shared:
-    """State of one cache that all its layers use."""
-
-    def __init__(self) -> None:
-        self.warned = False
-        self._read: tuple[Tensor, int, int, Tensor | None] | None = None
-
-    def real(self, reach: Tensor | None, layer: AuraLayer, count: int) -> Tensor | None:
-        """Which of the new tokens [seqs, count] are real; None: all. A mask is read once for all layers."""
-        far, real, past = FOREVER, None, layer.columns.total
-        if reach is not None:
-            if self._read is None or self._read[0] is not reach or self._read[1] != past:
-                self._read = (reach, past, *_read_reach(reach, layer, count))
-            far, real = self._read[2:]
-        if far != (layer.window or FOREVER) and far > 0:
-            asked = "all tokens" if far == FOREVER else f"a window of {far}"
-            raise InputError(f"this cache was made for another model: {layer} in a layer that attends to {asked}")
-        return real
-
-    def warn(self) -> None:
-        if not self.warned:
-            self.warned = True
-            warnings.warn(
-                "the attention function of this model is not 'aurakv', so the compressed cache is decoded at every step"
-                " (right results, but slow): use aurakv.hf.attach(model) or model.set_attn_implementation('aurakv')",
-                stacklevel=2,
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
-        return memo.setdefault(id(self), Shared())
 
 
 class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -88,7 +43,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         self.policy, self.window, self.options, self.shared = policy, window, options, shared
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
-        self.balance: tuple[Tensor, Tensor] | None = None  # what keys and queries are multiplied by
+        self.balance: Tensor | None = None  # [kv_heads, 1, dim]: keys are multiplied, queries divided by it
         self.columns = Columns(0)
         self.pending: Step | None = None
         self.token = _enrol(self)
@@ -110,19 +65,26 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     # what transformers asks
 
     def lazy_initialization(
-        self, key_states: Tensor, value_states: Tensor, q: Tensor | None = None, real: Tensor | None = None
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        q: Tensor | None = None,
+        real: Tensor | None = None,
+        scoring: Scoring | None = None,
     ) -> None:
         seqs, kv_heads, _, key_dim = key_states.shape
-        first, recent, rollback, centre, backend, _ = self.options
+        first, recent, rollback, centre, _, backend, _ = self.options
         device = key_states.device
         dtype = torch.float32 if key_states.dtype == torch.float64 else key_states.dtype  # the widest that is stored
-        format = Format.parse(self.policy.format, (key_dim, value_states.shape[3]), dtype)
+        policy = self.policy
+        if centre and Format.parse(policy.format, (key_dim, value_states.shape[3]), dtype).key.coded:
+            policy = measured(policy.format, key_states, q, real)
+        if q is not None and scoring is not None:
+            policy = self._guarded(policy, key_states, q, real, scoring)
+        format = Format.parse(policy.format, (key_dim, value_states.shape[3]), dtype)
         exact = None
         if (first or recent) and (format.key.coded or format.value.coded):
             exact = Exact(first, recent, dtype, rollback)
-        policy = self.policy
-        if centre and format.key.coded:
-            policy = measured(policy.format, key_states, q, real)
         options: dict[str, Any] = {"device": device, "exact": exact, "backend": backend}
         for name in ("key_offset", "value_offset"):
             offset = getattr(policy, name)
@@ -132,8 +94,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             self.cache = KVCache.ring(format, seqs, kv_heads, self.window, rollback=rollback, **options)
         if policy.balance is not None:
-            keys = policy.balance.to(device)[:, None]  # [kv_heads, 1, dim]
-            self.balance = keys.to(key_states.dtype), (1 / keys)[:, None].to(key_states.dtype)
+            self.balance = policy.balance.to(device, key_states.dtype)[:, None]
         self.columns = Columns(seqs)
         self.dtype, self.device, self.is_initialized = key_states.dtype, device, True
 
@@ -207,7 +168,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def bytes_held(self) -> int:
-        balance = sum(x.nbytes for x in self.balance or ())
+        balance = 0 if self.balance is None else self.balance.nbytes
         return 0 if self.cache is None else self.cache.bytes_held + self.columns.bytes_held + balance
 
     # attention
@@ -225,12 +186,12 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         """Append new tokens k, v [seqs, kv_heads, t, dim] and attend with their queries: [seqs, t, heads, dim]."""
         self.pending = None
         scoring = Scoring(scale, window=self.window, softcap=softcap)
-        cache = self._ready(k, v, q, reach)
+        cache = self._ready(k, v, q, reach, scoring)
         seqs, heads, count, _ = q.shape
         real = self.shared.real(reach, self, count)
         if self.balance is not None:
-            k = k * self.balance[0]
-            q = (q.unflatten(1, (k.shape[1], -1)) * self.balance[1]).flatten(1, 2)
+            k = k * self.balance
+            q = (q.unflatten(1, (k.shape[1], -1)) / self.balance[:, None]).flatten(1, 2)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [seqs · t, heads, dim]
         if real is None:
             starts = [seq * count for seq in range(seqs + 1)]
@@ -259,7 +220,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         past = self.columns.total - offset
         pool = cache.pool
         if self.balance is not None:
-            k = k * self.balance[0]
+            k = k * self.balance
         dense = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
         for seq, tokens in enumerate(cache.lengths):
             last = tokens + count - 1
@@ -274,7 +235,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
                 x[seq, :, at] = old[held].transpose(0, 1)
                 x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], *side, cache.backend))
         self._append(cache, k, v)
-        return dense[0] if self.balance is None else dense[0] / self.balance[0], dense[1]
+        return dense[0] if self.balance is None else dense[0] / self.balance, dense[1]
 
     def _append(self, cache: KVCache, k: Tensor, v: Tensor) -> None:
         """All tokens are real; keys are balanced."""
@@ -288,12 +249,35 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.pending is not None:
             (k, v), self.pending = self.pending.new, None
             cache = self._ready(k, v)
-            self._append(cache, k if self.balance is None else k * self.balance[0], v)
+            self._append(cache, k if self.balance is None else k * self.balance, v)
 
-    def _ready(self, k: Tensor, v: Tensor, q: Tensor | None = None, reach: Tensor | None = None) -> KVCache:
+    def _guarded(self, policy: LayerPolicy, k: Tensor, q: Tensor, real: Tensor | None, scoring: Scoring) -> LayerPolicy:
+        """Look at one sequence: would its keys survive? If not, they get more bits, or the user one sentence."""
+        seq = 0 if real is None else int(real.sum(1).argmax())
+        k, q = (x[seq] if real is None else x[seq][:, real[seq]] for x in (k, q))
+        if k.shape[1] < ENOUGH:
+            return policy
+        first = self.options.first
+        nats = moved(policy, k, q, scoring, first)
+        if not nats > LOST:
+            return policy
+        wider = widened(policy, k, q, scoring, first)
+        if self.options.widen:
+            return wider
+        self.shared.tell(self, nats, wider.format)
+        return policy
+
+    def _ready(
+        self,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor | None = None,
+        reach: Tensor | None = None,
+        scoring: Scoring | None = None,
+    ) -> KVCache:
         if self.cache is None:
             real = None if reach is None or reach.shape[1] != k.shape[2] else reach > 0
-            self.lazy_initialization(k, v, q, real)
+            self.lazy_initialization(k, v, q, real, scoring)
         assert self.cache is not None
         if k.shape[0] != self.columns.seqs:
             raise InputError(f"this cache holds {self.columns.seqs} sequences, got a batch of {k.shape[0]}")
@@ -391,23 +375,6 @@ def _enrol(layer: AuraLayer) -> Tensor:
     number = next(_numbers)
     _live[number] = layer
     return torch.tensor(number)
-
-
-def _read_reach(reach: Tensor, layer: AuraLayer, count: int) -> tuple[int, Tensor | None]:
-    """How far back the new tokens are seen, and which of them are real."""
-    past, columns = layer.columns.total, reach.shape[1]
-    if columns != past + count:
-        raise InputError(f"the attention mask must cover all {past + count} tokens, past and new, got {columns}")
-    assert layer.cache is not None
-    counts = (reach[:, :past] > 0).sum(1, keepdim=True, dtype=torch.int32)
-    read = torch.cat([counts, reach[:, past:]], 1).cpu()
-    if read[:, 0].tolist() != layer.cache.lengths:
-        raise InputError(
-            f"the attention mask must show the {layer.cache.lengths} tokens that the sequences of this cache hold,"
-            f" got {read[:, 0].tolist()}"
-        )
-    real = read[:, 1:] > 0
-    return int(read[:, 1:].max()), None if bool(real.all()) else real
 
 
 def _round_trip(x: Tensor, codec: Codec, offset: Tensor | None, backend: str | None) -> Tensor:

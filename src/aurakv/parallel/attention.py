@@ -81,8 +81,11 @@ def _calls(
     calls: defaultdict[tuple[Scoring, int], list[Piece]] = defaultdict(list)
     used: Counter[tuple[Scoring, int]] = Counter()
     for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
-        length, share = cache._lengths[seq], cache.share(seq)
-        if a == b or not share.count(length):
+        length, share, held = cache._lengths[seq], cache.share(seq), table.lengths[seq]
+        if a == b or not held:
+            continue
+        if scoring == plain and b == a + 1:  # a token sees all before it
+            calls[plain, 0].append(Piece(seq, range(held), range(a, b), held))
             continue
         queries = range(length - (b - a), length)
         found = seen(share, queries, length, scoring)

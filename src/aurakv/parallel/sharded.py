@@ -48,6 +48,7 @@ class ShardedCache:
     def __init__(self, local: KVCache, whole: Whole, group: Group, homes: list[int] | None = None) -> None:
         self.local, self.whole, self._group = local, whole, group
         self._homes = [seq % group.size for seq in range(local.seqs)] if homes is None else homes
+        self._shares = self._make_shares()
         self._lengths = [0] * local.seqs
         self._highest = [0] * local.seqs  # longest a sequence has been: what a window has left behind is overwritten
         self._agreed = [0] * local.seqs  # length up to which every rank is known to have pages of its own
@@ -182,14 +183,16 @@ class ShardedCache:
 
     def share(self, seq: int) -> Share:
         """Which positions of a sequence lie with this rank."""
-        return Share(self.whole.block, self._group.size, (self._group.rank - self._homes[seq]) % self._group.size)
+        return self._shares[seq]
 
     def check(self) -> None:
         """Refuse, on all ranks, when their caches or lengths are not the same. Made once when a cache is; waits for
         all ranks."""
         pool = self.local.pool
-        said = f"{self.whole} {self.format} {pool.kv_heads} {pool.page_size}{self._lengths}{self._highest}{self._homes}"
-        digest = hashlib.sha256(said.encode())
+        dims = self.format.key.dim, self.format.value.dim
+        shape = (self.format.name, dims, pool.kv_heads, pool.page_size)
+        said = (self.whole, shape, self._lengths, self._highest, self._homes)
+        digest = hashlib.sha256(repr(said).encode())
         for offset in (pool.key_offset, pool.value_offset):
             digest.update(b"none" if offset is None else offset.cpu().numpy().tobytes())
         mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
@@ -283,6 +286,7 @@ class ShardedCache:
         if len(new) != self.seqs or not all(isinstance(n, int) and n >= 0 for n in new):
             raise InputError(f"reserve needs {self.seqs} whole numbers of at least 0, got {new}")
         self._make_room(new)
+        self.local.reserve(self._counts(new))
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
@@ -315,6 +319,7 @@ class ShardedCache:
         self._lengths = [self._lengths[seq] for seq in chosen]
         self._highest = [self._highest[seq] for seq in chosen]
         self._homes = [self._homes[seq] for seq in chosen]
+        self._shares = self._make_shares()
         self._agreed = list(self._lengths)  # a page that is shared has to be copied first
 
     # inside
@@ -347,30 +352,35 @@ class ShardedCache:
         longest, most = max(totals, default=0), self.whole.max_tokens or MAX_LENGTH
         if longest > most:
             raise CapacityError(f"a sequence of this cache holds at most {most} tokens, got {longest}")
-        pool, what = self.local.pool, "making room"
-        if not pool.growable and all(total <= known for total, known in zip(totals, self._agreed, strict=True)):
-            return
-        shares = [self.share(seq) for seq in range(self.seqs)]
-        wanted = [s.count(b) - s.count(a) for s, a, b in zip(shares, self._lengths, totals, strict=True)]
-        if pool.growable:
-            self.local.reserve(wanted)
-            return
+        pool = self.local.pool
+        if pool.growable or all(total <= known for total, known in zip(totals, self._agreed, strict=True)):
+            return  # what grows makes room when it is written to
         failure = ""
         try:
-            self.local.reserve(wanted)
+            self.local.reserve(self._counts(new))
         except CapacityError as error:
             failure = str(error)
-        full = [rank for rank, no in enumerate(self._group.numbers(int(bool(failure)), pool.device, what)) if no]
+        answers = self._group.numbers(int(bool(failure)), pool.device, "making room")
+        full = [rank for rank, answer in enumerate(answers) if answer]
         if full:
             raise CapacityError(f"there is no room on the ranks {full}" + (f"; here {failure}" if failure else ""))
         self._agreed = [max(a, round_up(b, pool.page_size)) for a, b in zip(self._agreed, totals, strict=True)]
+
+    def _counts(self, new: list[int]) -> list[int]:
+        """How many of so many new tokens of each sequence come to this rank."""
+        each = zip(self._shares, self._lengths, new, strict=True)
+        return [share.count(length + n) - share.count(length) for share, length, n in each]
+
+    def _make_shares(self) -> list[Share]:
+        rank, ranks = self._group.rank, self._group.size
+        return [Share(self.whole.block, ranks, (rank - home) % ranks) for home in self._homes]
 
     def _append(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
         rows: list[int] = []
         mine = [0]
         for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
             length = self._lengths[seq]
-            for piece in self.share(seq).pieces(length, length + b - a):
+            for piece in self._shares[seq].pieces(length, length + b - a):
                 rows += range(piece.start - length + a, piece.stop - length + a)
             mine.append(len(rows))
         if len(rows) == k.shape[0]:

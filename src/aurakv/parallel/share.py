@@ -30,6 +30,9 @@ class Share(NamedTuple):
 
     def pieces(self, start: int, stop: int) -> list[range]:
         """The positions of the share from start to stop."""
+        block, left = divmod(start, self.block)
+        if stop - start + left <= self.block:  # inside one block, like a single token
+            return [range(start, stop)] if block % self.ranks == self.turn and stop > start else []
         blocks = range(self.count(start) // self.block, -(-self.count(stop) // self.block))
         pieces = [range(max(start, self.base(b)), min(stop, self.base(b) + self.block)) for b in blocks]
         return [piece for piece in pieces if len(piece)]

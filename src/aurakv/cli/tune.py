@@ -1,0 +1,98 @@
+"""aurakv tune: a policy for a model, measured on it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..codec import Format
+from ..errors import InputError
+from . import frame, loading
+
+
+def add(subparsers: Any) -> None:
+    parser = frame.command(
+        subparsers,
+        "tune",
+        run,
+        "choose the format of every layer of a model",
+        "The model reads a text. Each layer gets the key offset and balance that fit its keys and queries, then its\n"
+        "keys and its values are compressed alone and the KL divergence from the uncompressed model is measured.\n"
+        "Bits go where they lower it most, for the size of one format (--size) or up to a summed KL divergence\n"
+        "(--kl). The result is checked as a whole, beside the plain format, and written as a policy, which AuraCache\n"
+        "and the other commands load.",
+        [
+            "aurakv tune --out policy.json",
+            "aurakv tune --model path/to/model --text report.txt --size k3v3 --out small.json",
+            "aurakv tune --kl 0.01 --out good.json --resume tune.state  # go on where it stopped",
+            "aurakv eval --formats policy.json,k4v4,plain:k4v4",
+        ],
+    )
+    parser.add_argument("--out", type=Path, default=Path("policy.json"), metavar="FILE",
+                        help="the policy (default policy.json)")  # fmt: skip
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="a text (default two chapters of Alice in Wonderland)"
+    )
+    parser.add_argument("--tokens", type=frame.tokens, default=4096, help="for offsets and balances (default 4096)")
+    parser.add_argument("--probe", type=frame.tokens, default=512, help="for measuring layers (default 512)")
+    goal = parser.add_mutually_exclusive_group()
+    goal.add_argument("--size", default="k4v4", metavar="FORMAT", help="no larger than this format (default k4v4)")
+    goal.add_argument("--kl", type=frame.fraction, metavar="NATS", help="the smallest with at most this loss instead")
+    parser.add_argument("--percent", type=float, default=0.0, help="so much larger than --size (default 0)")
+    parser.add_argument("--context", type=frame.tokens, default=4096,
+                        help="length at which sizes count; windows do not grow (default 4096)")  # fmt: skip
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what was measured here, and do not repeat it")
+    loading.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    from .. import tune
+    from ..evaluation import measure, texts
+    from ..hf import AuraCache
+    from ..hf.support import head_dim
+
+    screen = frame.Screen(args)
+    if args.out.suffix != ".json":
+        raise InputError(f"--out must be a .json file, got {args.out}")
+    if not -50 <= args.percent <= 400:
+        raise InputError(f"--percent must be from -50 to 400, got {args.percent}")
+    text = texts.builtin() if args.text is None else texts.read(args.text)
+    loaded = loading.load(args, screen)
+    config = loaded.model.config
+    size = Format.parse(args.size, head_dim(config))
+    ids = texts.ids_of(text, loaded.tokenizer, config)
+    used = ids[:, : args.tokens]
+    source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
+    with screen.progress("reading the text"):
+        policy = tune.calibrated(loaded.model, used, source=source)
+    with screen.progress("layers alone", 2 * len(policy.layers)) as step:
+        done = 0
+
+        def report(what: str, now: int, total: int) -> None:
+            nonlocal done
+            step(now - done, text=what)
+            done = now
+
+        layers = tune.sensitivities(loaded.model, policy, ids[:, : args.probe], args.context, args.resume, report)
+    budget = sum(layer.share for layer in layers) * size.bytes_per_token * (1 + args.percent / 100)
+    formats = tune.choose(layers, policy.head_dim, **({"kl": args.kl} if args.kl is not None else {"budget": budget}))
+    policy = tune.tuned(policy, formats)
+    policy.save(args.out)
+    check = ids[:, -min(ids.shape[1], 2 * args.probe) :]  # the end of the text, which the layers were not measured on
+    caches = {
+        str(args.out): lambda: AuraCache(config, policy),
+        f"plain {size}": lambda: AuraCache(config, size.name, first=0, centre=False),
+    }
+    with screen.progress("the whole"):
+        rows = measure.compare(loaded.model, check, caches)[1:]
+    losses = [
+        (i, name, f"{x.key:.2g}", f"{x.value:.2g}") for i, (name, x) in enumerate(zip(formats, layers, strict=True))
+    ]
+    screen.table("", ["layer", "format", ">KL of 4-bit keys", ">of 4-bit values"], losses)
+    checked = [(row.name, f"{row.kl:.4f}", f"{row.top1:.1%}", f"{row.bytes_per_token:,.0f}") for row in rows]
+    screen.table("", ["policy", ">KL", ">same token", ">bytes per token"], checked)
+    screen.say(f"policy: {args.out}")
+    listed = {"layers": [asdict(layer) for layer in layers], "check": [asdict(row) for row in rows]}
+    screen.result({"policy": str(args.out), "formats": formats, **listed})
