@@ -63,11 +63,12 @@ def shapes(formats: list[str]) -> list[Shape]:
     found += [Shape("decode", *DECODE[0], dim=d, format=first) for d in (64, 256)]
     found += [Shape("decode", *DECODE[0], format=first, page=p) for p in (64, 16)]
     found += [Shape("verify", *DECODE[0], queries=n, format=first) for n in (4, 8)]
-    found += [Shape("extend", 1, 8, 4, 32768, queries=n, format=first) for n in (512, 2048, 4096)]
+    found += [Shape("extend", 1, 8, 4, 32768, queries=n, format=first, page=64) for n in (512, 2048, 4096)]
     found += [Shape("prefill", 1, 8, 4, 8192, queries=8192, format=first)]
     found += [
         Shape("append", 64, 8, 4, 1024, format=first),
         Shape("append", 1, 8, 4, 32768, queries=32768, format=first),
+        Shape("append", 1, 8, 4, 32768, queries=32768, format=first, page=64),
     ]
     return found
 

@@ -61,7 +61,7 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
     top = splat(-INFINITY);
     for (int i = 0; i < full; i += VL) top = vmax(load<vf>(s + i), top);
   }
-  const float tile_most = largest(top), most = tile_most > w.most[r] ? tile_most : w.most[r];
+  const float base = w.base[r], tile_most = largest(top) + base, most = tile_most > w.most[r] ? tile_most : w.most[r];
   if (most == -INFINITY) {
     w.correction[r] = 1, w.added[r] = w.w_most[r] = w.w_sum[r] = 0;
     memset(s, 0, 4 * full);
@@ -71,7 +71,7 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
   w.correction[r] = correction, w.most[r] = most;
   vf added = {}, w_most = {}, w_sum = {};
   for (int i = 0; i < full; i += VL) {
-    const vf e = exp2_neg(load<vf>(s + i) - most), x = e * load<vf>(t.vs + i), a = vabs(x);
+    const vf e = exp2_neg(load<vf>(s + i) + (base - most)), x = e * load<vf>(t.vs + i), a = vabs(x);
     added += e, w_sum += a, w_most = vmax(w_most, a);
     store(s + i, x);
   }
@@ -95,6 +95,9 @@ inline void attend_tile(Work& w, Tile& t, const KeyKernel& keys, const ValueKern
   // Where rounding would show in the weights (large scores), the tile is scored in float32.
   const bool coarse = w.score_error > 0 && w.score_error * largest_scale(t.ks, full) > SCORE_ERROR;
   (coarse ? float_scores : keys.scores)(w, t);
+  const bool plain = values.soften && t.n == TILE && !bad_count && w.plain_from <= t.pos && t.pos + TILE <= w.plain_to;
+  w.weights_fixed = plain && values.soften(w, t);
+  if (w.weights_fixed) return values.accumulate(w, t);
   bool minor = true;
   for (int64_t r = 0; r < w.rows; r++) minor &= soften(w, r, t, bad, bad_count);
   if (minor) {
@@ -121,13 +124,14 @@ inline void attend_piece(const Attend& a, const Group& g, int64_t split, float* 
 
   const KeyKernel* keys = w.key.bits == 16 || a.exact ? nullptr : fast_key(w.key);
   const ValueKernel* values = w.value.bits == 16 || a.exact ? nullptr : fast_value(w.value);
-  if (!keys) keys = &float_keys;
+  if (!keys) keys = w.exact_scores() ? &double_keys : &float_keys;
   if (!values) values = &float_values;
   load_queries(w);
   keys->prepare(w);
   memset(w.acc, 0, 4 * w.rows * w.v_pad);
+  for (int64_t r = 0; r < round_up(w.rows, 4); r++) w.most[r] = -INFINITY;  // some kernels take 4 rows at once
   for (int64_t r = 0; r < w.rows; r++) {
-    w.sums[r] = (vf){}, w.most[r] = -INFINITY, w.kept[r] = 0;
+    w.sums[r] = (vf){}, w.kept[r] = 0;
     w.bad_score[r] = w.bad_value[r] = false;
   }
   int64_t skip = split * g.chunk, left = g.chunk;
@@ -154,12 +158,13 @@ inline void attend_piece(const Attend& a, const Group& g, int64_t split, float* 
   if (g.splits == 1) finish_group(a, g, part);
 }
 
-// Merge the pieces of a group, add the learned sink, un-rotate, store.
+// Merge the pieces of a group, add the learned sink, un-rotate, store. What comes from the keys beside is not rotated.
 inline void finish_group(const Attend& a, const Group& g, const float* parts) {
   Work w(a, g);
   static thread_local Scratch scratch;
   const int64_t stride = part_floats(w), size = g.rows * stride;
-  float* out = (float*)scratch.need(4 * g.rows * w.v_pad);
+  float *out = (float*)scratch.need(8 * g.rows * w.v_pad), *plain = out + g.rows * w.v_pad;
+  const int64_t coded = g.splits - g.beside;
   float unit[ROWS], whole[ROWS];
   for (int64_t r = 0; r < g.rows; r++) {
     const float* first = parts + r * stride;
@@ -173,6 +178,7 @@ inline void finish_group(const Attend& a, const Group& g, const float* parts) {
     if (logit != logit) damage = 2;
     float* o = out + r * w.v_pad;
     memset(o, 0, 4 * w.dv);
+    if (g.beside) memset(plain + r * w.v_pad, 0, 4 * w.dv);
     float total = 0, kept = 0, lse;
     if (most == INFINITY || most == -INFINITY) {  // an infinite sink outweighs all, or nothing is visible
       lse = most;
@@ -181,8 +187,10 @@ inline void finish_group(const Attend& a, const Group& g, const float* parts) {
         const float* p = first + s * size;
         if (p[w.dv] == -INFINITY) continue;
         const float c = exp2f(p[w.dv] - most);
-        total += c * p[w.dv + 1], kept += c * p[w.dv + 2];
-        for (int64_t d = 0; d < w.dv; d++) o[d] += c * p[d];
+        total += c * p[w.dv + 1];
+        if (s < coded) kept += c * p[w.dv + 2];
+        float* to = s < coded ? o : plain + r * w.v_pad;
+        for (int64_t d = 0; d < w.dv; d++) to[d] += c * p[d];
       }
       if (logit != -INFINITY) total += exp2f(logit - most);
       lse = float((double(most) + log2(double(total))) * 0.6931471805599453);
@@ -190,6 +198,7 @@ inline void finish_group(const Attend& a, const Group& g, const float* parts) {
     unit[r] = damage ? NAN : total > 0 ? 1 / total : 0;
     whole[r] = kept * unit[r];
     for (int64_t d = 0; d < w.dv; d++) o[d] *= unit[r];
+    if (g.beside) for (int64_t d = 0; d < w.dv; d++) plain[r * w.v_pad + d] *= unit[r];
     a.lse[w.token(r) * a.heads + w.head(r)] = damage == 2 ? NAN : lse;
   }
   rotate_rows(w.value, out, w.v_pad, g.rows, true);
@@ -197,6 +206,7 @@ inline void finish_group(const Attend& a, const Group& g, const float* parts) {
   for (int64_t r = 0; r < g.rows; r++) {
     float* o = out + r * w.v_pad;
     if (offset) for (int64_t d = 0; d < w.dv; d++) o[d] += offset[d] * whole[r];
+    if (g.beside) for (int64_t d = 0; d < w.dv; d++) o[d] += plain[r * w.v_pad + d];
     const int64_t at = (w.token(r) * a.heads + w.head(r)) * w.dv;
     store_floats((char*)a.out + at * size_of(a.dtype), a.dtype, w.dv, o);
   }

@@ -70,7 +70,21 @@ struct Plan {
   int64_t parts = 0, work = 0;      // rows of partial results; multiplications
 };
 
-Plan plan(const Attend& a) {
+void find_visible(const Attend& a, int64_t from, int64_t length, Group* g) {
+  g->spans = visible_spans(a, g->lowest, g->highest, from, length, g->begin, g->end);
+  g->visible = 0;
+  for (int64_t i = 0; i < g->spans; i++) g->visible += g->end[i] - g->begin[i];
+}
+
+// What the rows of a group do with the keys beside: one part, whose keys are few.
+Group group_beside(const Attend& beside, const Group& g) {
+  Group to = g;
+  find_visible(beside, 0, beside.pages->lengths[g.seq], &to);
+  to.chunk = to.visible;
+  return to;
+}
+
+Plan plan(const Attend& a, const Attend& beside) {
   const int64_t kv_heads = a.pages ? a.pages->kv_heads : a.dense->kv_heads, group = a.heads / kv_heads;
   const int64_t dims = a.pages ? a.pages->key->dim + a.pages->value->dim : a.dense->key->dim + a.dense->value->dim;
   Plan p;
@@ -84,8 +98,8 @@ Plan plan(const Attend& a) {
         g.seq = seq, g.kv_head = head, g.first = first;
         g.rows = queries * group - first < ROWS ? queries * group - first : ROWS;
         g.lowest = base + first / group, g.highest = base + (first + g.rows - 1) / group;
-        g.spans = visible_spans(a, g.lowest, g.highest, from, length, g.begin, g.end);
-        for (int64_t i = 0; i < g.spans; i++) g.visible += g.end[i] - g.begin[i];
+        find_visible(a, from, length, &g);
+        g.beside = a.beside && group_beside(beside, g).visible;
         p.groups.push_back(g);
       }
   }
@@ -94,7 +108,7 @@ Plan plan(const Attend& a) {
     int64_t splits = a.splits ? a.splits : auto_splits(int64_t(p.groups.size()), g.visible);
     g.chunk = g.visible ? divide_up(g.visible, splits) : 0;
     if (!a.splits) g.chunk = divide_up(g.chunk, 64) * 64;
-    g.splits = g.visible ? divide_up(g.visible, g.chunk) : 1;
+    g.splits = (g.visible ? divide_up(g.visible, g.chunk) : 1) + g.beside;
     g.part = p.parts;
     if (g.splits > 1) p.parts += g.splits * g.rows;
     p.first_unit.push_back(p.first_unit.back() + g.splits);
@@ -163,7 +177,9 @@ EXPORT int64_t aura_attend_workspace(int64_t tokens, int64_t heads, int64_t kv_h
 
 EXPORT void aura_attend(int64_t isa, const Attend* call) {
   const Attend& a = *call;
-  const Plan p = plan(a);
+  Attend beside = a;
+  beside.pages = a.beside, beside.exact_keys = 1;
+  const Plan p = plan(a, beside);
   const int64_t stride = floats_per_row(a.pages ? a.pages->value->dim : a.dense->value->dim);
   std::vector<float> own;
   float* parts = a.workspace;
@@ -178,7 +194,9 @@ EXPORT void aura_attend(int64_t isa, const Attend* call) {
     const Group& g = p.groups[i];
     if (g.splits == 1) return ISAS[isa]->attend(a, g, 0, nullptr);
     float* group_parts = parts + g.part * stride;
-    ISAS[isa]->attend(a, g, split, group_parts + split * g.rows * stride);
+    float* part = group_parts + split * g.rows * stride;
+    if (g.beside && split == g.splits - 1) ISAS[isa]->attend(beside, group_beside(beside, g), 0, part);
+    else ISAS[isa]->attend(a, g, split, part);
     if (left[i].fetch_sub(1, std::memory_order_acq_rel) == 1) ISAS[isa]->finish(a, g, group_parts);
   });
 }
@@ -225,6 +243,21 @@ EXPORT int64_t aura_append(int64_t isa, const Append* call) {
   std::memcpy(p.lengths, lengths.data(), 4 * p.seqs);
   if (overflow) *p.overflow = 1;
   return overflow;
+}
+
+// Appends tokens k, v to the pages (if there is an `append`) and attends with queries q. The structures have everything
+// else and can be used again.
+EXPORT void aura_step(int64_t isa, const Append* append, const Attend* attend, const void* q, const void* k, const void* v,
+                      void* out, float* lse, const float* sink, int64_t threads) {
+  Attend a = *attend;
+  if (append) {
+    Append new_tokens = *append;
+    new_tokens.k = (const uint8_t*)k, new_tokens.v = (const uint8_t*)v, new_tokens.threads.count = threads;
+    aura_append(isa, &new_tokens);
+    if (append->beside) new_tokens.pages = append->beside, aura_append(isa, &new_tokens);
+  }
+  a.q = q, a.out = out, a.lse = lse, a.sink = sink, a.threads.count = threads;
+  aura_attend(isa, &a);
 }
 
 EXPORT void aura_decode(int64_t isa, const Decode* call) {

@@ -5,7 +5,7 @@
 
 namespace aura {
 
-constexpr int AURA_VERSION = 2;  // raise with every change of a structure below; backends/native.py has the same
+constexpr int AURA_VERSION = 3;  // raise with every change of a structure below; backends/native/abi.py has the same
 constexpr int MAX_CODED_DIM = 1024;
 constexpr int ROWS = 64;          // query rows (query x head of a group) that share one pass over the keys
 constexpr int TILE = 64;          // tokens whose scores are held at once
@@ -60,6 +60,7 @@ struct Threads {
 struct Attend {
   const Pages* pages;             // null: dense
   const Dense* dense;
+  const Pages* beside;            // null, or where the keys that `first` and `recent` name lie uncompressed: seen, too
   const void* q;
   int64_t dtype, q_token, q_head;
   void* out;                      // [tokens, heads, value dim] in dtype
@@ -89,7 +90,7 @@ struct Encode {                   // x [n, heads, dim] -> codes [n, heads, row_b
 };
 
 struct Append {                   // vectors k, v or codes with scales, [tokens, kv_heads, …]
-  const Pages* pages;
+  const Pages *pages, *beside;    // beside: null, or uncompressed pages that a step fills, too
   const uint8_t *k, *v;
   int64_t k_dtype, v_dtype, k_token, k_head, v_token, v_head;
   const uint8_t *k_scales, *v_scales;  // only with codes
@@ -141,8 +142,9 @@ struct Group {
   int64_t lowest, highest;        // positions of its queries
   int64_t begin[4], end[4];       // ascending spans of key positions that hold all that its queries see
   int64_t spans, visible;         // how many spans; their total length
-  int64_t splits, chunk;          // parts and tokens of each
+  int64_t splits, chunk;          // parts and tokens of each; a part more if keys beside are seen
   int64_t part;                   // index of its first partial result in the workspace
+  int64_t beside;                 // 1: the last part is of the keys beside
 };
 
 // What an instruction set provides; each runs one piece of independent work.

@@ -173,7 +173,7 @@ const KeyKernel* fast_key(const Codec& c) {
   return c.bits == 4 ? &kernel : nullptr;
 }
 const ValueKernel* fast_value(const Codec& c) {
-  static const ValueKernel kernel = {nullptr, fast_accumulate, fast_finish};
+  static const ValueKernel kernel = {nullptr, nullptr, fast_accumulate, fast_finish};
   return c.bits == 4 ? &kernel : nullptr;
 }
 

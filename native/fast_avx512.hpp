@@ -24,25 +24,26 @@ struct Bytes { alignas(64) uint8_t b[64]; };
 
 struct Words { alignas(64) uint16_t w[32]; };
 
-// Codes are looked up by the low bits of 16-bit windows. A window starts at a byte and holds PER whole codes, which
-// shifts bring to its low end one after the other; vpermw ignores what lies above. (vpmultishiftqb would do without
-// windows, but shares its pipes with vpdpwssd.) At 8 bits bytes are looked up instead.
+// Codes are looked up by the low bits of 16-bit windows. A window holds PER whole codes, which shifts bring to its low end
+// one after the other; vpermw ignores what lies above. At 3, 5 and 6 bits windows start inside a byte: they are moved to
+// its low end first. (vpmultishiftqb would do without windows, but shares its pipes with vpdpwssd.) At 8 bits bytes are
+// looked up instead.
 template <int B> struct Width {
   // keys: 16 bytes of a token are 8 windows
   static constexpr int PER = B == 2 ? 8 : B <= 4 ? 4 : 2, CODES = 8 * PER, STEPS = PER, LOAD = CODES * B / 8;
   // values: BLOCK coordinates of 2 tokens are 16 pairs of windows
   static constexpr int PARTS = B <= 4 ? 4 : 2, BLOCK = 16 * PARTS, BLOCK_BYTES = BLOCK * B / 8;
   static constexpr int SEGMENT = B <= 4 ? MAX_CODED_DIM : KEY_SEGMENT;
-  static constexpr bool ALIGNED = B == 2 || B == 4;  // all windows are shifted alike
+  static constexpr bool ALIGNED = B == 2 || B == 4;  // all windows start at a byte
 
   static constexpr Bytes key_bytes() {
     Bytes x{};
     for (int i = 0; i < 64; i++) x.b[i] = uint8_t(i % 16 / 2 * PER * B / 8 + i % 2);
     return x;
   }
-  static constexpr Words key_shift(int step) {
+  static constexpr Words key_shift() {
     Words x{};
-    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i % 8 * PER * B % 8 + step * B);
+    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i % 8 * PER * B % 8);
     return x;
   }
   static constexpr Bytes key_order() {  // which code of a load comes to place i
@@ -58,9 +59,9 @@ template <int B> struct Width {
     }
     return x;
   }
-  static constexpr Words value_shift(int part) {
+  static constexpr Words value_shift() {
     Words x{};
-    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i / 2 * PARTS * B % 8 + part * B);
+    for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i / 2 * PARTS * B % 8);
     return x;
   }
   static constexpr Bytes value_order() {  // where coordinate i of a block is accumulated: part · 16 + lane
@@ -116,6 +117,7 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
                 const uint8_t* ahead, int64_t ahead_lines, __m512 (*out)[4], int at) {
   typedef Width<B> W;
   static constexpr Bytes bytes = W::key_bytes();
+  static constexpr Words shift = W::key_shift();
   __m512i acc[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) acc[r][n] = _mm512_setzero_si512();
   for (int64_t l = 0; l < loads; l++) {
@@ -129,7 +131,8 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
     __m512i z[N];
     UNROLL for (int n = 0; n < N; n++) {
       z[n] = load_rows(p + l * W::LOAD + 4 * n * stride, stride);
-      if constexpr (!W::ALIGNED && B != 8) z[n] = _mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b));
+      if constexpr (!W::ALIGNED && B != 8)
+        z[n] = _mm512_srlv_epi16(_mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b)), load<__m512i>(shift.w));
     }
     UNROLL for (int s = 0; s < W::STEPS; s++) {
       __m512i v[N];
@@ -138,11 +141,8 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
           __m512i low, high;
           Table<B>::look_up_bytes(table, z[n], &low, &high);
           v[n] = s ? high : low;
-        } else if constexpr (W::ALIGNED) {
-          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], B * s) : z[n]);
         } else {
-          const Words shift = W::key_shift(s);
-          v[n] = Table<B>::look_up(table, _mm512_srlv_epi16(z[n], load<__m512i>(shift.w)));
+          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], B * s) : z[n]);
         }
       }
       UNROLL for (int r = 0; r < R; r++) {
@@ -218,14 +218,71 @@ template <int B> void fast_scores(Work& w, const Tile& t) {
   }
 }
 
+// Row r of 4 in lane r.
+struct Add { INLINE __m512 of(__m512 a, __m512 b) { return _mm512_add_ps(a, b); } };
+struct Max { INLINE __m512 of(__m512 a, __m512 b) { return _mm512_max_ps(a, b); } };
+template <class Op> INLINE __m512 reduce4(const __m512* x) {
+  const __m512 a = Op::of(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 b = Op::of(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  __m512 y = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+  y = Op::of(y, _mm512_shuffle_f32x4(y, y, 0x4e));
+  return Op::of(y, _mm512_shuffle_f32x4(y, y, 0xb1));
+}
+INLINE __m512 load4(const float* x) { return _mm512_castps128_ps512(_mm_loadu_ps(x)); }
+INLINE void store4(float* to, __m512 x) { _mm_storeu_ps(to, _mm512_castps512_ps128(x)); }
+
+// Softmax of up to 4 rows over a full tile, to weights in int16: the rows wait for each other's sums and maxima together.
+inline void soften4(Work& w, const Tile& t, int64_t row, int rows) {
+  __m512 top[4], most_weight[4], total[4], x[4][4];
+  alignas(16) float factors[4];
+  UNROLL for (int r = 0; r < 4; r++) {
+    const float* s = w.s + (row + (r < rows ? r : 0)) * TILE;
+    UNROLL for (int i = 0; i < 4; i++) x[r][i] = _mm512_loadu_ps(s + 16 * i);
+    top[r] = _mm512_max_ps(_mm512_max_ps(x[r][0], x[r][1]), _mm512_max_ps(x[r][2], x[r][3]));
+  }
+  const __m512 old = load4(w.most + row), most = _mm512_max_ps(reduce4<Max>(top), old);
+  store4(w.most + row, most);
+  store4(w.correction + row, (__m512)exp2_neg((vf)_mm512_sub_ps(old, most)));
+  UNROLL for (int r = 0; r < 4; r++) {
+    const vf above = splat(w.most[row + r]);
+    vf added = {}, sum = {}, largest = {};
+    UNROLL for (int i = 0; i < 4; i++) {
+      const vf e = exp2_neg((vf)x[r][i] - above), y = e * load<vf>(t.vs + 16 * i), a = vabs(y);
+      added += e, sum += a, largest = vmax(largest, a), x[r][i] = (__m512)y;
+    }
+    if (r < rows) w.sums[row + r] = w.sums[row + r] * w.correction[row + r] + added;
+    total[r] = (__m512)sum, most_weight[r] = (__m512)largest;
+  }
+  const float room = INT_LIMIT / float(w.value.values.most) - float(TILE) / 2 - 2;
+  const __m512 peak = _mm512_div_ps(_mm512_set1_ps(32766.f), reduce4<Max>(most_weight));
+  const __m512 factor = _mm512_min_ps(peak, _mm512_div_ps(_mm512_set1_ps(room), reduce4<Add>(total)));
+  const __mmask16 some = _mm512_cmp_ps_mask(factor, _mm512_set1_ps(3e38f), _CMP_LT_OQ);  // else all weights are 0
+  store4(factors, _mm512_maskz_mov_ps(some, factor));
+  store4(w.w_unit + row, _mm512_maskz_div_ps(some, _mm512_set1_ps(w.value.values.unit), factor));
+  UNROLL for (int r = 0; r < 4; r++)
+    if (r < rows) UNROLL for (int i = 0; i < 4; i++) store_int16(w.w16 + (row + r) * TILE + 16 * i, (vf)x[r][i] * factors[r]);
+}
+
+bool fast_soften(Work& w, const Tile& t) {
+  vf check = {};
+  for (int64_t i = 0; i < w.rows * TILE; i += VL) check += load<vf>(w.s + i) * 0.f;
+  if (!all_finite(check)) return false;
+  for (int64_t row = 0; row < w.rows; row += 4) soften4(w, t, row, int(w.rows - row < 4 ? w.rows - row : 4));
+  return true;
+}
+
 template <int B> INLINE __m512i load_pair(const uint8_t* a, const uint8_t* b, bool whole) {
   static constexpr Bytes bytes = Width<B>::value_bytes();
+  static constexpr Words shift = Width<B>::value_shift();
   __m512i z;
   if constexpr (B == 2)
     z = _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(a)), load<__m128i>(b), 1));
   else if (whole) z = _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(a)), load<__m256i>(b), 1);
   else z = _mm512_inserti64x4(_mm512_zextsi128_si512(load<__m128i>(a)), _mm256_zextsi128_si256(load<__m128i>(b)), 1);
-  return _mm512_permutexvar_epi8(load<__m512i>(bytes.b), z);
+  z = _mm512_permutexvar_epi8(load<__m512i>(bytes.b), z);
+  if constexpr (!Width<B>::ALIGNED && B != 8) z = _mm512_srlv_epi16(z, load<__m512i>(shift.w));
+  return z;
 }
 
 // acc of R rows for one block of coordinates, parts [FROM, FROM + N). `whole`: the block has more than 16 bytes.
@@ -248,14 +305,7 @@ INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64
       Table<B>::look_up_bytes(table, z, &low, &high);
       UNROLL for (int n = 0; n < N; n++) v[n] = FROM + n ? high : low;
     } else {
-      UNROLL for (int n = 0; n < N; n++) {
-        if constexpr (W::ALIGNED) {
-          v[n] = Table<B>::look_up(table, FROM + n ? _mm512_srli_epi16(z, B * (FROM + n)) : z);
-        } else {
-          const Words shift = W::value_shift(FROM + n);
-          v[n] = Table<B>::look_up(table, _mm512_srlv_epi16(z, load<__m512i>(shift.w)));
-        }
-      }
+      UNROLL for (int n = 0; n < N; n++) v[n] = Table<B>::look_up(table, FROM + n ? _mm512_srli_epi16(z, B * (FROM + n)) : z);
     }
     UNROLL for (int r = 0; r < R; r++) {
       const __m512i x = _mm512_set1_epi32(weights[r * (TILE / 2) + unsigned(i) / 2]);
@@ -291,7 +341,7 @@ template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const
 
 template <int B> void fast_accumulate(Work& w, const Tile& t) {
   const Table<B> table(w.value.values);
-  fix_weights(w, t);
+  if (!w.weights_fixed) fix_weights(w, t);
   for (int64_t row = 0; row < w.rows; row += 8) {
     const int64_t rows = w.rows - row;
 #define CALL(R) add_rows<B, R>(w, t, row, table)
@@ -317,7 +367,7 @@ const KeyKernel* fast_key(const Codec& c) {
   return nullptr;
 }
 const ValueKernel* fast_value(const Codec& c) {
-#define KERNEL(B) case B: { static const ValueKernel k = {nullptr, fast_accumulate<B>, fast_finish<B>}; return &k; }
+#define KERNEL(B) case B: { static const ValueKernel k = {nullptr, fast_soften, fast_accumulate<B>, fast_finish<B>}; return &k; }
   switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
 #undef KERNEL
   return nullptr;

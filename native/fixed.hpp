@@ -76,7 +76,7 @@ inline void fix_weights(Work& w, const Tile& t) {
     w.w_unit[r] = factor > 0 ? w.value.values.unit / factor : 0;
     int16_t* to = w.w16 + r * TILE;
     for (int i = 0; i < full; i += VL) store_int16(to + i, load<vf>(s + i) * factor);
-    to[t.n] = 0;  // a pair may have one token only
+    if (t.n % 2) to[t.n] = 0;  // the last pair has one token only
   }
 }
 

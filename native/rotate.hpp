@@ -45,14 +45,14 @@ INLINE void from_tile(v16* tile, int64_t stride, int64_t count, int64_t dim, flo
 }
 
 // tile = H tile, or Hᵀ tile; H is Sylvester ⊗ Paley of order `base`.
-inline void hadamard(const Codec& c, v16* __restrict a, bool transposed) {
+template <class V> inline void hadamard(const Codec& c, V* __restrict a, bool transposed) {
   const int64_t n = c.dim, m = c.base;
   if (m > 1) {
-    v16 t[36];
+    V t[36];
     for (int64_t b = 0; b < n; b += m) {
       for (int64_t i = 0; i < m; i++) t[i] = a[b + i];
       for (int64_t i = 0; i < m; i++) {
-        v16 s = {};
+        V s = {};
         for (int64_t j = 0; j < m; j++) s += t[j] * (transposed ? c.paley[j * m + i] : c.paley[i * m + j]);
         a[b + i] = s;
       }
@@ -62,13 +62,13 @@ inline void hadamard(const Codec& c, v16* __restrict a, bool transposed) {
   for (; 4 * h <= n; h *= 4)  // two doublings at once: half the memory traffic
     for (int64_t i = 0; i < n; i += 4 * h)
       for (int64_t j = i; j < i + h; j++) {
-        const v16 p = a[j] + a[j + h], q = a[j] - a[j + h], r = a[j + 2 * h] + a[j + 3 * h], s = a[j + 2 * h] - a[j + 3 * h];
+        const V p = a[j] + a[j + h], q = a[j] - a[j + h], r = a[j + 2 * h] + a[j + 3 * h], s = a[j + 2 * h] - a[j + 3 * h];
         a[j] = p + r, a[j + h] = q + s, a[j + 2 * h] = p - r, a[j + 3 * h] = q - s;
       }
   for (; h < n; h *= 2)
     for (int64_t i = 0; i < n; i += 2 * h)
       for (int64_t j = i; j < i + h; j++) {
-        const v16 p = a[j], q = a[j + h];
+        const V p = a[j], q = a[j + h];
         a[j] = p + q, a[j + h] = p - q;
       }
 }
@@ -79,6 +79,13 @@ INLINE void rotate(const Codec& c, v16* tile) {
 INLINE void unrotate(const Codec& c, v16* tile) {
   hadamard(c, tile, true);
   for (int64_t d = 0; d < c.dim; d++) tile[d] *= c.sign[d];
+}
+
+// One vector in double.
+inline void rotate(const Codec& c, double* x) {
+  const double unit = 1 / sqrt(double(c.dim));
+  for (int64_t d = 0; d < c.dim; d++) x[d] *= c.sign[d] > 0 ? unit : -unit;
+  hadamard(c, x, false);
 }
 
 #if defined(__AVX512F__)

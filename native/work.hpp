@@ -18,10 +18,11 @@ struct Tile {
 struct Work;
 struct KeyKernel {
   void (*prepare)(Work&);                // from q
-  void (*scores)(Work&, const Tile&);    // s[row][t] = q·k · ks[t] + shift[row]
+  void (*scores)(Work&, const Tile&);    // s[row][t] = q·k · ks[t] + shift[row] − base[row]
 };
 struct ValueKernel {
   void (*load)(Work&, Tile&);            // before the softmax: may find damaged vectors; null: nothing to do
+  bool (*soften)(Work&, const Tile&);    // softmax of a full tile that all rows see; null or false: row by row
   void (*accumulate)(Work&, const Tile&);  // acc = acc · correction + Σ s[row][t] · v
   void (*finish)(Work&, float* out, int64_t stride);  // acc in natural order
 };
@@ -33,11 +34,16 @@ struct Work {
   int64_t rows, group, dk, dv, k_pad, v_pad;
   float *q, *s, *acc, *kt, *values, *buffer;
   // [rows][k_pad], [rows][TILE], [rows][v_pad], [k_pad][TILE], [TILE][v_pad], [16][k_pad]
+  double* q64;                       // [rows][k_pad], for exact scores
   int16_t *q16, *w16;                // 4 copies of [rows][k_pad], and [rows][TILE], for kernels with int16 arithmetic
   uint8_t *stage_k, *stage_v;
   alignas(64) vf sums[ROWS];
+  float base[ROWS];  // 0, or close to the largest score so far: what is left of large scores has more digits
+  double shift64[ROWS];
   float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS], q_unit[ROWS];
   float w_unit[ROWS], w_most[ROWS], w_sum[ROWS];  // of the weights of a tile: factor, largest, sum of magnitudes
+  bool weights_fixed = false;  // w16 and w_unit hold the weights of this tile
+  int64_t plain_from, plain_to;  // positions that all rows see and that need nothing but a softmax
   float score_error = 0;  // expected rounding error of a score of a key of scale 1, in int16 arithmetic
   int64_t position[ROWS];
   bool bad_score[ROWS], bad_value[ROWS];
@@ -54,11 +60,13 @@ struct Work {
     kt = m.take<float>(k_pad * TILE);
     values = m.take<float>(TILE * v_pad);
     buffer = m.take<float>(16 * k_pad);
+    q64 = m.take<double>(exact_scores() ? rows * k_pad : 0);
     q16 = m.take<int16_t>(rows * k_pad * 4);
     w16 = m.take<int16_t>(round_up(rows, 8) * TILE);
     stage_k = m.take<uint8_t>(TILE * key.row_bytes + 64);
     stage_v = m.take<uint8_t>(TILE * value.row_bytes + 64);
   }
+  bool exact_scores() const { return a.exact && key.bits != 16; }
   int64_t token(int64_t row) const { return a.starts[g.seq] + (g.first + row) / group; }
   int64_t head(int64_t row) const { return g.kv_head * group + (g.first + row) % group; }
 };
@@ -66,18 +74,29 @@ struct Work {
 // The queries as rotated float32, times the factor of the scores, and what the key offset adds to their scores.
 inline void load_queries(Work& w) {
   const Attend& a = w.a;
-  const float factor = float(a.scale * (a.softcap > 0 ? 1.0 : 1.4426950408889634));
+  const double scale = a.scale * (a.softcap > 0 ? 1.0 : 1.4426950408889634);
   const float* offset = a.pages && a.pages->key_offset ? a.pages->key_offset + w.g.kv_head * w.dk : nullptr;
   for (int64_t r = 0; r < w.rows; r++) {
     float* q = w.q + r * w.k_pad;
     const int64_t at = w.token(r) * a.q_token + w.head(r) * a.q_head;
     load_floats((const char*)a.q + at * size_of(a.dtype), a.dtype, w.dk, q);
-    for (int64_t d = 0; d < w.dk; d++) q[d] *= factor;
+    if (w.exact_scores()) {
+      double *x = w.q64 + r * w.k_pad, shift = 0;
+      for (int64_t d = 0; d < w.dk; d++) x[d] = q[d] * scale;
+      if (offset) for (int64_t d = 0; d < w.dk; d++) shift += x[d] * offset[d];
+      w.shift64[r] = shift;
+      rotate(w.key, x);
+    }
+    for (int64_t d = 0; d < w.dk; d++) q[d] *= float(scale);
     float shift = 0;
     if (offset) for (int64_t d = 0; d < w.dk; d++) shift += q[d] * offset[d];
-    w.shift[r] = shift;
+    w.shift[r] = shift, w.base[r] = 0;
     w.position[r] = a.ends[w.g.seq] - a.starts[w.g.seq + 1] + w.token(r);
   }
+  w.plain_from = a.first, w.plain_to = a.causal ? w.g.lowest + 1 : INT64_MAX;
+  if (a.window && w.g.highest - a.window + 1 > w.plain_from) w.plain_from = w.g.highest - a.window + 1;
+  if (a.recent && w.g.lowest - a.recent + 1 < w.plain_to) w.plain_to = w.g.lowest - a.recent + 1;
+  if (a.exact_keys || a.softcap > 0 || a.threshold > 0) w.plain_to = 0;
   rotate_rows(w.key, w.q, w.k_pad, w.rows, false);
   for (int64_t r = 0; r < w.rows; r++)
     for (int64_t d = w.dk; d < w.k_pad; d++) w.q[r * w.k_pad + d] = 0;

@@ -206,6 +206,8 @@ def main() -> None:
                 print(f"{name} seed {seed}: {type(error).__name__}: {error}", flush=True)
                 if failed > 15:
                     break
+            if (seed + 1 - first) % 500 == 0:
+                print(f"{name}: {seed + 1 - first} cases so far, {failed} failed", flush=True)
         print(f"{name}: {cases} cases, {failed} failed")
 
 

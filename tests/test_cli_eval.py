@@ -78,6 +78,14 @@ def test_kinds_and_means():
     assert eval_plot.means([*rows, {"name": "uncompressed", "kl": 0, "bytes_per_token": 9}]) == {"a": (11, 0.2)}
 
 
+def test_a_policy_is_not_measured_silently_on_its_own_text(call, small):  # noqa: F811
+    code, out, err = call("eval", "--model", small, *ARGS, "--formats", "smollm2-135m")
+    assert (code, out) == (2, "")
+    first, last = err.splitlines()
+    assert "smollm2-135m was made on the built-in text" in first
+    assert "this policy is for a model of" in last
+
+
 def test_refusals(refused, small, tmp_path):  # noqa: F811
     model = ("--model", small, "--device", "cpu")
     assert "name each format once" in refused("eval", *model, "--formats", "k4v4,k4v4")

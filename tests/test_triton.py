@@ -143,20 +143,23 @@ def test_why_not():
 
 @needs_triton
 def test_constants():
-    """Polynomials meet the levels, and the rotation matrix is R but for its unit."""
+    """Arithmetic meets the levels, and the rotation matrix is R but for its unit."""
     from aurakv import codebook
     from aurakv.backends.triton import tables
     from aurakv.rotation import rotation
 
-    for name, bits in (("cubic", 4), ("cubic", 8), ("lloyd-max", 4), ("lloyd-max", 6)):
+    for name, bits in (("cubic", 4), ("cubic", 8), *(("lloyd-max", bits) for bits in (4, 5, 6, 8))):
         levels = codebook.table(name, bits)
-        coef = tables.polynomial(levels)
+        coef = tables.curve(levels)
         x = 2 * torch.arange(2**bits, dtype=torch.float64) + 1 - 2**bits
-        x = x / (2**bits if len(coef) > 2 else 1)
-        y = sum(c * x ** (2 * i + 1) for i, c in enumerate(coef))
+        t = x**2
+        if len(coef) > 2:
+            x = x / 2**bits
+            t = torch.log2(1 + 2.0**-bits - x**2)
+        y = x * sum(c * t**i for i, c in enumerate(coef))
         truth = torch.tensor(levels, dtype=torch.float64)
         assert ((y - truth).abs() <= 1.1 * tables.FAST_ERROR * truth.abs()).all(), (name, bits)
-    assert tables.polynomial(codebook.table("lloyd-max", 8)) == ()  # looked up
+    assert tables.curve((-3.0, -1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 4.0)) == ()  # looked up
     for dim in (64, 80, 128):
         codec = Format.parse("k4v4", dim).key
         made = tables.matrix(dim, codec.seed, torch.float64, torch.device("cpu")) * tables.unit(codec)

@@ -24,14 +24,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from aurakv.backends.triton import attention, store, tables
+from aurakv.backends.triton import attention, extend, results, store, tables
 
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.int32: "*i32",
 }
 
@@ -46,7 +48,7 @@ class CompileOnly:
         assert all(isinstance(n, int) and n > 0 for n in grid), "grids come from shapes"
         return self.launch
 
-    def launch(self, *args, num_warps=4):
+    def launch(self, *args, num_warps=4, **options):
         assert len(args) == len(self.kernel.params), self.kernel.fn.__name__
         signature, constants, attributes = {}, {}, {}
         for i, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=True)):
@@ -63,10 +65,10 @@ class CompileOnly:
                 aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
             if aligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", self.capability, 32), options={"num_warps": num_warps}
-        )
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = kind(self.kernel, signature, constants, attributes)
+        options = {"num_warps": num_warps, **{name: x for name, x in options.items() if x is not None}}
+        compiled = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
         self.seen[self.kernel.fn.__name__] = (compiled, num_warps)
         for length, width in re.findall(
             r"tensor<\d+x(\d+)x\w+, #ttg.dot_op<.opIdx = 0, [^>]*kWidth = (\d+)", compiled.asm["ttgir"]
@@ -74,20 +76,22 @@ class CompileOnly:
             assert int(length) >= 4 * int(width), "Triton would count the elements of this sum several times"
 
 
+def disassemble(cubin: bytes, directory: Path, option: str = "-sass") -> str:
+    file = directory / "kernel.cubin"
+    file.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
+
+
 def resources(cubin: bytes, directory: Path) -> tuple[int, int, int]:
     """Registers and bytes of stack of a kernel, and how often its main loop goes to the stack.
 
     The main loop is the shortest one with matrix products.
     """
-    file = directory / "kernel.cubin"
-    file.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-    def dump(option):
-        return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
-
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))[0]
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", dump("-sass"))]
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", disassemble(cubin, directory, "-res-usage"))[0]
+    code = [
+        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", disassemble(cubin, directory))
+    ]
     bodies = []
     for at, text in code:
         target = re.search(r"BRA.*0x([0-9a-f]+)", text)
@@ -103,7 +107,8 @@ def resources(cubin: bytes, directory: Path) -> tuple[int, int, int]:
 def compile_for(monkeypatch, tmp_path):
     def start(capability):
         seen = {}
-        for module, names in ((attention, ("attend_kernel", "prepare_kernel", "finish_kernel")),
+        for module, names in ((attention, ("attend_kernel", "prepare_kernel")), (results, ("finish_kernel",)),
+                              (extend, ("extend_kernel", "prepare_integers_kernel")),
                               (store, ("append_kernel", "append_codes_kernel", "encode_kernel"))):  # fmt: skip
             for name in names:
                 kernel = getattr(module, name)
@@ -177,6 +182,24 @@ def test_extend(compile_for, capability):
     list(compile_for.report(seen, capability, "extend"))
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "page"), [("k4v4", 128, 64), ("k3v2", 64, 8192), ("k2/v4:minifloat", 128, 128)]
+)
+def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
+    """Warp-group products run beside everything else: they are not serialised. No spills."""
+    seen = compile_for(90)
+    pages = pages_of(name, dim, 1, 8192, page)
+    q = torch.empty(512, 8, dim, dtype=torch.bfloat16)
+    assert extend.why_not_shape(q, pages, Scoring(), "fast") is None
+    starts = torch.tensor([0, 512], dtype=torch.int32)
+    extend.attend_extend(q, pages, starts, pages.lengths, Scoring(window=3000, sinks=4), None, None, None)
+    assert set(seen) == {"prepare_integers_kernel", "extend_kernel", "finish_kernel"}
+    for kernel, spills in compile_for.report(seen, 90, f"{name} d{dim}"):
+        assert spills == 0, kernel
+    text = disassemble(seen["extend_kernel"][0].asm["cubin"], tmp_path)
+    assert text.count("GMMA") > 2 * text.count("WARPGROUP.DEPBAR"), "each product is waited for"
+
+
 @pytest.mark.parametrize(("name", "dim"), [("k4v3", 512), ("k3v5", 16), ("k5v3", (576, 512)), ("k6v8", 256)])
 @pytest.mark.parametrize("precision", ["fast", "exact"])
 def test_sums_are_long_enough(compile_for, name, dim, precision):
@@ -205,8 +228,19 @@ def test_append(compile_for, capability):
     list(compile_for.report(seen, capability, "k4v4"))
 
 
+@pytest.mark.parametrize(("capability", "most"), [(80, 166_912), (90, 232_448)])
+def test_long_appends_fit_into_shared_memory(compile_for, capability, most):
+    """Also of float32 vectors, whose tiles are twice as large."""
+    for dim in (128, 256):
+        seen = compile_for(capability)
+        pages = pages_of("k4v4", dim, 1, 16384, 64)
+        x = torch.empty(16384, 2, dim)
+        store.append(pages, x, x, torch.tensor([0, 16384], dtype=torch.int32))
+        assert seen["append_kernel"][0].metadata.shared <= most
+
+
 def test_widths_use_instructions_they_should():
-    """Up to 4 bits tables become byte permutations; wider cubic tables polynomials; other wide tables are looked up."""
+    """Up to 4 bits tables become byte permutations, wider ones arithmetic; tables of users may have to be looked up."""
 
     def how(name):
         return tables.side(Format.parse(name, 128).key, False, torch.bfloat16)
@@ -214,5 +248,5 @@ def test_widths_use_instructions_they_should():
     assert all(how(f"k{bits}v4").asm for bits in (2, 3, 4))
     assert how("k8:cubic/v4").coef
     assert not how("k8:cubic/v4").asm
-    assert not how("k8v4").coef
+    assert all(len(how(f"k{bits}v4").coef) > 2 for bits in (5, 6, 8))
     assert not how("k4:[-4,-3,-2,-1.5,-1,-0.5,-0.2,0,0.1,0.3,0.6,1,1.5,2,3,5]/v4").asm

@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import subprocess
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from aurakv.backends.triton import fast_attend, fast_kernel, fast_levels  # noqa: E402
+from aurakv.backends.triton import fast_attend, fast_kernel, fast_levels, fast_merge  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU or newer"
@@ -400,6 +401,14 @@ def test_says_why_not() -> None:
     assert "same dim" in (fast_attend.why_not_format(Format.parse("k4v4", (128, 64))) or "")
 
 
+def compile_kernel(kernel: Any, types: dict[str, str], fixed: dict[str, Any], capability: int, options: Any) -> Any:
+    names = kernel.arg_names
+    signature = {n: types.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    source = GluonASTSource(kernel, signature, {(names.index(n),): value for n, value in fixed.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
 def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, several: bool) -> str:
     """Resource usage of the decode kernel, compiled without a GPU."""
     format = Format.parse(name, dim)
@@ -427,13 +436,8 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         **dict.fromkeys(fixed, "constexpr"),
         "q": "*bf16",
     }
-    kernel = fast_kernel.fast_decode
-    names = kernel.arg_names
-    signature = {n: types.get(n, "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
-    source = GluonASTSource(kernel, signature, {(names.index(n),): value for n, value in fixed.items()}, aligned)
     options = {"num_warps": 1, "maxnreg": fast_attend._registers(format, group)}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = compile_kernel(fast_kernel.fast_decode, types, fixed, capability, options)
     binaries = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -457,3 +461,31 @@ def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int
     print(usage.strip().splitlines()[-1])
     assert "STACK:0" in usage
     assert "LOCAL:0" in usage
+
+
+@pytest.mark.parametrize("together", [1, 8])
+@pytest.mark.parametrize("several", [False, True])
+def test_merge_compiles(together: int, several: bool) -> None:
+    across = 4 if together == 1 else 1
+    fixed = {
+        "GROUP": 8,
+        "ROWS": 8,
+        "DIM": 128,
+        "TILE": 64,
+        "SEQS": 32,
+        "CLIP": True,
+        "WINDOW": several,
+        "SINKS": several,
+    }
+    fixed |= {"SEVERAL": several, "LOGITS": several, "KEY_OFFSET": several, "VALUE_OFFSET": several, "CHUNK": 32}
+    fixed |= {"HEADS": together, "ACROSS": across}
+    floats = ("pieces", "lses", "lse_out", "sink_logits", "signs", "key_offset", "value_offset")
+    types = {
+        **dict.fromkeys(floats, "*fp32"),
+        **dict.fromkeys(("lengths", "ends", "starts"), "*i32"),
+        **dict.fromkeys(("q", "out"), "*bf16"),
+        **dict.fromkeys(fixed, "constexpr"),
+        "bias_scale": "fp32",
+    }
+    options = {"num_warps": max(across, min(4, together)), "launch_pdl": True}
+    assert "cubin" in compile_kernel(fast_merge.fast_merge, types, fixed, 90, options).asm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,10 @@ class KVCache:
         self._table, self.backend = table, backend
         self.exact = exact or Exact()
         self._exact_table = self.exact.table(table)
+        self._on_cpu = table.pool.device.type == "cpu"
+        self._known_scoring: tuple[Scoring | None, Scoring] | None = None  # as last given, and what became of it
+        self._known_kind: tuple[object, ...] | None = None  # of arguments of `step` that were found right
+        self._fused: Callable[..., Partial] | None = None  # what computes them
         for made in self._tables if backend is not None else []:  # now, not after an append has taken pages
             backends.select(backend, made.pool.format, made.pool.device)
 
@@ -233,10 +237,10 @@ class KVCache:
     ) -> Partial:
         """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
         call = _Call(self._scoring(scoring), sink_logits, splits, precision)
-        self._check_queries(q, call)
-        checks.new_tokens(k, v, self.pages)
-        if q.shape[0] != k.shape[0]:
-            raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+        kind = None if torch.is_grad_enabled() or sink_logits is not None else (_kind(q), _kind(k), _kind(v), *call[2:])
+        if kind is None or kind != self._known_kind:
+            self._check_step(q, k, v, call)
+            self._known_kind, self._fused = kind, self._find_fused(q.dtype)
         bounds = self._bounds(starts, k.shape[0])
         self._refresh()
         self._make_room(bounds)
@@ -325,7 +329,7 @@ class KVCache:
 
     def _refresh(self) -> None:
         """On the CPU the lengths can be read at any time; on a GPU, appending and attending must not wait for them."""
-        if self.pool.device.type == "cpu":
+        if self._on_cpu:
             self.sync()
 
     def _bounds(self, starts: Starts, tokens: int) -> list[int]:
@@ -333,12 +337,21 @@ class KVCache:
         return checks.bounds("starts", given, self.seqs, tokens)
 
     def _scoring(self, given: Scoring | None) -> Scoring:
-        return own_scoring(given, self._table.kept, self.exact)
+        """What a scoring becomes in this cache; the last one is remembered."""
+        if self._known_scoring is None or self._known_scoring[0] is not given:
+            self._known_scoring = (given, own_scoring(given, self._table.kept, self.exact))
+        return self._known_scoring[1]
 
     def _check_queries(self, q: Tensor, call: _Call) -> None:
         checks.queries(q, self.pool.kv_heads, self.format.key.dim, self.pool.device)
         checks.logits(call.sink_logits, q.shape[1], self.pool.device)
         checks.options(call.precision, call.splits)
+
+    def _check_step(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> None:
+        self._check_queries(q, call)
+        checks.new_tokens(k, v, self.pages)
+        if q.shape[0] != k.shape[0]:
+            raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
 
     def _check_reach(self, bounds: list[int], scoring: Scoring) -> None:
         """Every key that a query may see must still be held."""
@@ -358,7 +371,7 @@ class KVCache:
     def _make_room(self, bounds: list[int]) -> None:
         self._table.make_room(bounds)
         exact = self._exact_table
-        if exact is not None:  # its pool grows and never refuses
+        if exact is not None and not self._first_complete:  # its pool grows and never refuses
             counts = [len(rows) for rows in self.exact.taken(bounds, exact.lengths)]
             if any(counts):
                 exact.make_room([0, *itertools.accumulate(counts)])
@@ -383,8 +396,11 @@ class KVCache:
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call) -> Partial:
         exact = self._exact_table
+        short = exact is None or exact.kept is None or _longest(bounds) <= exact.kept.chunk
+        if short and self._fused is not None:
+            return self._step_fused(self._fused, q, k, v, bounds, call)
         self._append(k, v, bounds)
-        if exact is None or exact.kept is None or _longest(bounds) <= exact.kept.chunk:
+        if exact is None or short:
             self._append_exact(k, v, bounds)
             return self._attend(q, bounds, call)
         # Many new tokens: the exact ones are among those held so far and the new ones themselves.
@@ -397,6 +413,32 @@ class KVCache:
         )
         self._append_exact(k, v, bounds)
         return merge(*parts)
+
+    def _step_fused(
+        self, step: Callable[..., Partial], q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call
+    ) -> Partial:
+        """Append and attend in one call, which also gives the exact tokens to a ring of recent ones."""
+        exact, ring = self._exact_table, self.exact.recent > 0
+        if not ring and not self._first_complete:
+            self._append_exact(k, v, bounds)
+        part = step(self._table.pages, None if exact is None else exact.pages, ring, q, k, v, bounds, *call)
+        self._table.advance(bounds)
+        if exact is not None and ring:
+            exact.advance(bounds)
+        return part
+
+    @property
+    def _first_complete(self) -> bool:
+        """Whether no token to come will be an exact one."""
+        exact = self._exact_table
+        return exact is None or (not self.exact.recent and min(exact.lengths, default=0) >= self.exact.first)
+
+    def _find_fused(self, dtype: torch.dtype) -> Callable[..., Partial] | None:
+        """The function of a backend that appends and attends in one call, if it has one."""
+        if torch.compiler.is_compiling():
+            return None
+        chosen = backends.select(self.backend, self.format, self.pool.device, dtype)
+        return getattr(chosen, "step", None)
 
     def _attend(self, q: Tensor, bounds: list[int], call: _Call) -> Partial:
         if self._exact_table is None:
@@ -453,6 +495,11 @@ def _with_exact(scoring: Scoring, first: int, recent: int) -> Scoring:
 @functools.lru_cache(maxsize=256)
 def _exact(scoring: Scoring) -> Scoring:
     return dataclasses.replace(scoring, exact=True)
+
+
+def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    """What has to be right about an argument, where no gradient can be asked for."""
+    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None
 
 
 def _sides(format: Format) -> tuple[Codec, Codec]:

@@ -52,6 +52,16 @@ class Pages:
         """How many positions lie between two tokens that share a slot of the ring."""
         return (self.table.shape[1] - self.pinned) * self.page_size
 
+    def read(self) -> tuple[int, list[int]]:
+        """The overflow flag and the lengths. Waits for a GPU; on the CPU it is made for the pace of single tokens."""
+        memory = self.__dict__.get("_memory")
+        if memory is None:
+            if self.data.device.type != "cpu":
+                return int(self.overflow), self.lengths.tolist()
+            memory = [(ctypes.c_int32 * len(x)).from_address(x.data_ptr()) for x in (self.overflow, self.lengths)]
+            object.__setattr__(self, "_memory", memory)
+        return memory[0][0], memory[1][:]
+
     def slots(self, seq: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Page index and row inside the page of each position."""
         page = positions // self.page_size

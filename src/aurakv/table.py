@@ -73,9 +73,10 @@ class Table:
     def sync(self) -> None:
         """Read the lengths from the device and report an append that did not fit."""
         pages = self.pages
-        overflow = int(pages.overflow)
-        self.lengths = pages.lengths.tolist()
-        self.highest = [max(pair) for pair in zip(self.highest, self.lengths, strict=True)]
+        overflow, lengths = pages.read()
+        if lengths != self.lengths:
+            self.lengths = lengths
+            self.highest = [max(pair) for pair in zip(self.highest, lengths, strict=True)]
         if overflow:
             pages.overflow.zero_()
             raise CapacityError("an earlier append did not fit its pages and wrote nothing: reserve room for it first")
@@ -96,6 +97,8 @@ class Table:
 
     def make_room(self, bounds: list[int]) -> None:
         """Pages of their own for all tokens about to be written; refuses with nothing changed if there are too few."""
+        if self._has_room(bounds):
+            return
         totals = [length + b - a for length, a, b in zip(self.lengths, bounds, bounds[1:], strict=False)]
         longest = max(totals, default=0)
         if longest > MAX_LENGTH:
@@ -131,6 +134,22 @@ class Table:
                 self.rows[seq][entry] = self.pool.copy(page)
         if touched or self.pages.data is not self.pool.data:
             self.publish(lengths_too=False)  # a graph on the device may be ahead of the host
+
+    def _has_room(self, bounds: list[int]) -> bool:
+        """Whether the new tokens of each sequence, such as one, go to one page that is there and its own."""
+        size, pool = self.pool.page_size, self.pool
+        for seq, (row, old) in enumerate(zip(self.rows, self.lengths, strict=True)):
+            new = old + bounds[seq + 1] - bounds[seq]
+            if new == old:
+                continue
+            entry = old // size
+            if (new - 1) // size != entry or new > MAX_LENGTH:
+                return False
+            if self.kept is not None and entry >= self.pinned:
+                entry = self.pinned + (entry - self.pinned) % (len(row) - self.pinned)
+            if entry >= len(row) or row[entry] < 0 or pool.references(row[entry]) > 1:
+                return False
+        return self.pages.data is pool.data
 
     def advance(self, bounds: list[int]) -> None:
         """Follow on the host what an append did to the lengths on the device."""
@@ -237,7 +256,8 @@ class Table:
         """Table entries that tokens old … new − 1 are written to."""
         if old == new:
             return []
-        touched = range(old // self.pool.page_size, (new - 1) // self.pool.page_size + 1)
+        size = self.pool.page_size
+        touched = range(old // size, (new - 1) // size + 1)
         if self.kept is None:
             return list(touched)
         turn = len(self.rows[0]) - self.pinned

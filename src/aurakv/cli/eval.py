@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import policy
 from ..bench import machine
 from ..errors import InputError
 from . import eval_plot, frame, loading
@@ -74,6 +75,8 @@ def run(args: argparse.Namespace) -> None:
     read = {path.stem: texts.read(path) for path in args.text} if args.text else {BUILTIN: texts.builtin()}
     if args.text and len(read) < len(args.text):
         raise InputError("--text must name files with different names")
+    for name in sorted(set(args.formats) & set(policy.shipped())) if not args.text else []:
+        screen.note(f"{name} was made on the built-in text, so measure it on another one: --text FILE")
     results = Results(args.resume)
     names = list(args.formats)
     if args.rivals:

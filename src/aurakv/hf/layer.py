@@ -8,6 +8,7 @@ that nobody looked at are appended before the layer is used again.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -185,16 +186,17 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> Tensor:
         """Append new tokens k, v [seqs, kv_heads, t, dim] and attend with their queries: [seqs, t, heads, dim]."""
         self.pending = None
-        scoring = Scoring(scale, window=self.window, softcap=softcap)
+        scoring = _scoring(scale, self.window, softcap)
         cache = self._ready(k, v, q, reach, scoring)
         seqs, heads, count, _ = q.shape
         real = self.shared.real(reach, self, count)
         if self.balance is not None:
             k = k * self.balance
             q = (q.unflatten(1, (k.shape[1], -1)) / self.balance[:, None]).flatten(1, 2)
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [seqs · t, heads, dim]
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        starts: list[int] | None
         if real is None:
-            starts = [seq * count for seq in range(seqs + 1)]
+            starts = None if count == 1 else [seq * count for seq in range(seqs + 1)]
             out = cache.step(q, k, v, starts, scoring, sink_logits=sink_logits, precision=self.options.precision).out
         else:
             starts = [0, *itertools.accumulate(real.sum(1).tolist())]
@@ -240,8 +242,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     def _append(self, cache: KVCache, k: Tensor, v: Tensor) -> None:
         """All tokens are real; keys are balanced."""
         seqs, _, count, _ = k.shape
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        cache.append(k, v, [seq * count for seq in range(seqs + 1)])
+        cache.append(_rows(k), _rows(v), [seq * count for seq in range(seqs + 1)])
         self.columns.add(count, None)
 
     def _settle(self) -> None:
@@ -369,6 +370,17 @@ def hf_attend(
 @hf_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+@functools.lru_cache(maxsize=256)
+def _scoring(scale: float | None, window: int | None, softcap: float | None) -> Scoring:
+    """The same object from call to call: a cache looks at a scoring once."""
+    return Scoring(scale, window=window, softcap=softcap)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[seqs, heads, t, dim] as [seqs · t, heads, dim], a view where it can be one."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 def _enrol(layer: AuraLayer) -> Tensor:

@@ -18,13 +18,12 @@ from . import tables
 from .attend_kernels import attend_kernel
 from .codes import INTERPRETED
 from .queries import prepare_kernel
-from .results import LOG2E, finish_kernel
+from .results import LOG2E, finish
 from .store import blocks, seqs_constant
 
 LEAST_KEYS = 256  # a split reads at least this many
 WARPS_PER_SM = 8  # of programs that run at the same time
 MAX_SPLITS = 256
-FEW_RESULTS = 0 if INTERPRETED.value else 2048  # up to this many get a program each when splits are merged
 FUSED_ROWS = 32  # a program of up to this many rows and …
 FUSED_WIDTH = 256  # … this many columns and …
 FUSED_KEYS = 1024  # … keys rotates its own queries and results: one launch
@@ -122,6 +121,9 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
     fast = _fast()
     if fast is not None and fast.why_not_format(pages.format) is None:
         sizes.append(fast.workspace_bytes_fast(pages, tokens, heads, splits))
+    extend = _extend()
+    if extend is not None and extend.why_not_format(pages.format) is None:
+        sizes.append(extend.workspace_bytes_extend(pages, tokens, heads, splits))
     return max(sizes)
 
 
@@ -140,6 +142,10 @@ def attend(
     if fast is not None and fast.why_not_fast(q, pages, starts, scoring, precision) is None:
         part: Partial = fast.attend_fast(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
         return part
+    extend = _extend()
+    if extend is not None and extend.why_not_extend(q, pages, scoring, precision) is None:
+        wide: Partial = extend.attend_extend(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
+        return wide
     keys = _capacity(pages)
     if scoring.window is not None:
         keys = min(keys, scoring.window + scoring.sinks + q.shape[0])
@@ -228,7 +234,17 @@ def _attend(
         prepare_kernel[(kv_heads, triton.cdiv(tokens * group, 16))](
             q, *q.stride(), key_offset, key_matrix, rotated, factors, n, multiplier, heads, group, k_side, rotate, 16
         )
-    place, page, ring = where
+    call = tables.Call(
+        *where,
+        seqs_constant(starts, starts.shape[0] - 1, tokens),
+        scoring.causal,
+        scoring.window is not None,
+        2 if scoring.exact else 1 if scoring.first or scoring.recent else 0,
+        scoring.softcap is not None,
+        scoring.threshold > 0,
+        not plan.prepared,
+        not plan.finished,
+    )
     attend_kernel[(plan.blocks, kv_heads, plan.splits)](
         q,
         *q.stride(),
@@ -267,49 +283,16 @@ def _attend(
         rotate,
         unit,
         chunk,
-        key.row_bytes,
-        value.row_bytes,
-        tables.DTYPES[key.dtype],
-        tables.DTYPES[value.dtype],
-        place,
-        page,
-        ring,
-        seqs_constant(starts, starts.shape[0] - 1, tokens),
-        scoring.causal,
-        scoring.window is not None,
-        2 if scoring.exact else 1 if scoring.first or scoring.recent else 0,
-        scoring.softcap is not None,
-        scoring.threshold > 0,
-        not plan.prepared,
-        not plan.finished,
+        call,
         plan.rows,
         plan.keys,
         plan.stages,
         num_warps=plan.warps,
     )
     if plan.finished:
-        padded = triton.next_power_of_2(plan.splits)
-        rows = 1 if n <= FEW_RESULTS else 16
-        some = max(1, min(padded, 4096 // (v_side.columns * rows)))
-        finish_kernel[(triton.cdiv(n, rows),)](
-            means,
-            sums,
-            value_matrix,
-            value_offset,
-            sink_logits,
-            out,
-            lse,
-            n,
-            plan.splits,
-            heads,
-            group,
-            v_side,
-            unit,
-            chunk,
-            padded,
-            some,
-            rows,
-        )
+        assert means is not None
+        assert sums is not None
+        finish(means, sums, value, exact, value_offset, sink_logits, out, lse, kv_heads, plan.splits)
     return Partial(out, lse)
 
 
@@ -340,6 +323,18 @@ def _fast() -> Any:
     except ImportError:
         return None
     return fast_attend
+
+
+@functools.cache
+def _extend() -> Any:
+    """The path for many queries on Hopper GPUs, if this Triton has what it is written in."""
+    if INTERPRETED.value or not torch.cuda.is_available():
+        return None
+    try:
+        from . import extend
+    except ImportError:
+        return None
+    return extend
 
 
 def _capacity(pages: Pages) -> int:

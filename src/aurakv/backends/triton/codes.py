@@ -4,8 +4,8 @@ A tile of coded rows has 8·GROUPS columns in plane-major order: column i is cod
 group being 8 neighbouring coordinates (BITS whole bytes). Queries, offsets and outputs follow through `coordinates`, so
 a tile needs no shuffling. A tile of raw rows (BITS = 16) has its columns in natural order.
 
-Constexprs: BITS the width; GROUPS = columns / 8; COEF the odd polynomial of the level table, () to look levels up; ASM
-the PTX that turns 8 nibbles into 8 float16 levels, "" where the target has none.
+Constexprs: BITS the width; GROUPS = columns / 8; COEF the level table's arithmetic (tables.curve), () to look levels
+up; ASM the PTX that turns 8 nibbles into 8 float16 levels, "" where the target has none.
 """
 
 # mypy: ignore-errors
@@ -100,6 +100,17 @@ def extract(low, high, PLANE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def log2(x):
+    """Accurate to about 2^-22."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def to_levels(code, p_levels, BITS: tl.constexpr, COEF: tl.constexpr):
     """The float32 level of each code."""
     if len(COEF) == 0:
@@ -107,24 +118,15 @@ def to_levels(code, p_levels, BITS: tl.constexpr, COEF: tl.constexpr):
     else:
         # n | 2^23 as bits is the float 2^23 + n: no integer conversion; x is odd, twice the distance from the middle
         x = (code << 1 | 0x4B000001).to(tl.float32, bitcast=True) - (8388608.0 + 2**BITS)
-        if len(COEF) > 2:
+        if len(COEF) == 2:
+            t = x * x
+        else:
             x = x * 2**-BITS
-        x2 = x * x
+            t = log2((1 + 2**-BITS) - x * x)
         y = tl.full(code.shape, COEF[len(COEF) - 1], tl.float32)
         for i in tl.static_range(1, len(COEF)):
-            y = y * x2 + COEF[len(COEF) - 1 - i]
+            y = y * t + COEF[len(COEF) - 1 - i]
         return y * x
-
-
-@triton.jit
-def operand_levels(code, p_levels, SIDE: tl.constexpr):
-    """Levels in the units and the type of products."""
-    BITS: tl.constexpr = SIDE.bits
-    COEF: tl.constexpr = SIDE.coef
-    level = to_levels(code, p_levels, BITS, COEF)
-    if SIDE.unit != 1:
-        level = level * SIDE.unit
-    return level.to(SIDE.operand)
 
 
 @triton.jit
@@ -150,15 +152,37 @@ def stack_planes(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def load_levels(p_row, m_row, p_levels, SIDE: tl.constexpr):
-    """Rows of codes at byte pointers p_row [rows] as levels [rows, 8·GROUPS] of type SIDE.operand."""
-    BITS: tl.constexpr = SIDE.bits
-    ASM: tl.constexpr = SIDE.asm
+def load_codes(p_row, m_row, SIDE: tl.constexpr):
+    """Bytes of the codes of rows at byte pointers p_row [rows], see load_groups."""
     o_group = tl.arange(0, SIDE.groups)
     m_group = m_row[:, None]
     if SIDE.dim < 8 * SIDE.groups:
         m_group = m_group & (o_group < SIDE.dim // 8)[None, :]
-    low, high = load_groups(p_row, o_group, m_group, BITS)
+    return load_groups(p_row, o_group, m_group, SIDE.bits)
+
+
+@triton.jit
+def stack_codes(low, high, BITS: tl.constexpr):
+    """All codes of groups as a tile [rows, 8·groups]."""
+    return stack_planes(
+        extract(low, high, 0, BITS),
+        extract(low, high, 1, BITS),
+        extract(low, high, 2, BITS),
+        extract(low, high, 3, BITS),
+        extract(low, high, 4, BITS),
+        extract(low, high, 5, BITS),
+        extract(low, high, 6, BITS),
+        extract(low, high, 7, BITS),
+    )
+
+
+@triton.jit
+def load_levels(p_row, m_row, p_levels, SIDE: tl.constexpr):
+    """Rows of codes at byte pointers p_row [rows] as levels [rows, 8·GROUPS] times SIDE.unit, of type SIDE.operand."""
+    BITS: tl.constexpr = SIDE.bits
+    ASM: tl.constexpr = SIDE.asm
+    COEF: tl.constexpr = SIDE.coef
+    low, high = load_codes(p_row, m_row, SIDE)
     if len(ASM) > 0:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             ASM,
@@ -168,38 +192,29 @@ def load_levels(p_row, m_row, p_levels, SIDE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
+        return stack_planes(a, b, c, d, e, f, g, h)
     else:
-        a = operand_levels(extract(low, high, 0, BITS), p_levels, SIDE)
-        b = operand_levels(extract(low, high, 1, BITS), p_levels, SIDE)
-        c = operand_levels(extract(low, high, 2, BITS), p_levels, SIDE)
-        d = operand_levels(extract(low, high, 3, BITS), p_levels, SIDE)
-        e = operand_levels(extract(low, high, 4, BITS), p_levels, SIDE)
-        f = operand_levels(extract(low, high, 5, BITS), p_levels, SIDE)
-        g = operand_levels(extract(low, high, 6, BITS), p_levels, SIDE)
-        h = operand_levels(extract(low, high, 7, BITS), p_levels, SIDE)
-    return stack_planes(a, b, c, d, e, f, g, h)
+        level = to_levels(stack_codes(low, high, BITS), p_levels, BITS, COEF)
+        if SIDE.unit != 1:
+            level = level * SIDE.unit
+        return level.to(SIDE.operand)
 
 
 @triton.jit
 def load_level_pairs(p_row, m_row, p_levels, SIDE: tl.constexpr):
-    """Like load_levels, with each level as the sum of two float16 numbers, which p_levels holds in one word."""
+    """Like load_levels, with each level as the sum of two float16 numbers; p_levels, if needed, has both in a word."""
     BITS: tl.constexpr = SIDE.bits
-    o_group = tl.arange(0, SIDE.groups)
-    m_group = m_row[:, None]
-    if SIDE.dim < 8 * SIDE.groups:
-        m_group = m_group & (o_group < SIDE.dim // 8)[None, :]
-    low, high = load_groups(p_row, o_group, m_group, BITS)
-    a = tl.load(p_levels + extract(low, high, 0, BITS).to(tl.int32))
-    b = tl.load(p_levels + extract(low, high, 1, BITS).to(tl.int32))
-    c = tl.load(p_levels + extract(low, high, 2, BITS).to(tl.int32))
-    d = tl.load(p_levels + extract(low, high, 3, BITS).to(tl.int32))
-    e = tl.load(p_levels + extract(low, high, 4, BITS).to(tl.int32))
-    f = tl.load(p_levels + extract(low, high, 5, BITS).to(tl.int32))
-    g = tl.load(p_levels + extract(low, high, 6, BITS).to(tl.int32))
-    h = tl.load(p_levels + extract(low, high, 7, BITS).to(tl.int32))
-    word = stack_planes(a, b, c, d, e, f, g, h)
-    first = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    return first, ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    COEF: tl.constexpr = SIDE.coef
+    low, high = load_codes(p_row, m_row, SIDE)
+    code = stack_codes(low, high, BITS)
+    if len(COEF) > 0:
+        level = to_levels(code, p_levels, BITS, COEF) * SIDE.unit
+        first = level.to(tl.float16)
+        return first, (level - first.to(tl.float32)).to(tl.float16)
+    else:
+        word = tl.load(p_levels + code.to(tl.int32))
+        first = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        return first, ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -226,7 +241,7 @@ def quantise_symmetric(z, BITS: tl.constexpr, BOUNDS: tl.constexpr, LEVELS: tl.c
     """
     bits = z.to(tl.int32, bitcast=True)
     # a negative z on a boundary belongs to the outer code: the next larger magnitude is compared
-    a = ((bits & 0x7FFFFFFF) + tl.where(z > 0, 0, 1)).to(tl.float32, bitcast=True)
+    a = ((bits & 0x7FFFFFFF) + ((bits >> 31) & 1)).to(tl.float32, bitcast=True)
     if BITS == 2:
         level = tl.where(a > BOUNDS[0], LEVELS[1], LEVELS[0])
     elif BITS == 3:

@@ -44,8 +44,8 @@ def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, prec
         return f"it takes 1 to {MAX_SEQS} sequences, got {pages.seqs}"
     if not 1 <= q.shape[0] * group <= MAX_JOBS * MAX_ROWS * pages.seqs:
         return f"it takes up to {MAX_JOBS * MAX_ROWS} queries times heads of a group, got {q.shape[0] * group}"
-    if pages.page_size % 32 and pages.table.shape[1] > 1:
-        return f"pages must be multiples of 32 tokens, got {pages.page_size}"
+    if pages.page_size < 32 or (pages.page_size % 32 and pages.table.shape[1] > 1):
+        return f"pages must be multiples of 32 tokens, or one of at least 32 a sequence, got {pages.page_size}"
     if scoring.exact:
         return "it does not score exact tokens"
     return why_not_format(pages.format)

@@ -44,6 +44,7 @@ from .fast_schedule import (
     enter,
     fetch,
     look_up,
+    make_scan,
     next_sequence,
     position_of,
     query_rows,
@@ -64,13 +65,13 @@ def load_query(
     SCAN: gl.constexpr, OFFSET: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """The rotated queries of a job [HEADS, DIM] and their products with the key offset."""
-    GROUP: gl.constexpr = SCAN[5]
+    GROUP: gl.constexpr = SCAN.group
     layout: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [1, 1], [1, 0])
     h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    if SCAN[3]:
+    if SCAN.several:
         kv_head = job // blocks
-        row = (job - kv_head * blocks) * SCAN[6] + h
+        row = (job - kv_head * blocks) * SCAN.rows + h
         at = (begin + row // GROUP) * q_stride + (kv_head * GROUP + row % GROUP) * DIM
         m_row = row < count * GROUP
     else:
@@ -114,7 +115,7 @@ def fast_decode(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     WEIGHTS: gl.constexpr = weight_layout(TILE)
-    SCAN: gl.constexpr = (CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
+    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
     scan = (first, recent, window, sinks)
     where = (starts, tokens, ends, lengths)
 

@@ -120,7 +120,7 @@ def _value_levels(codec: Codec) -> ValueLevels | None:
     if codec.bits == 2:
         return _value_bits(codec.levels)
     if codec.bits == 4:
-        small = [_minifloat(n) - _minifloat(15 - n) for n in range(16)]
+        small = [minifloat(n) - minifloat(15 - n) for n in range(16)]
         step = codec.levels[-1] / small[-1]
         if all(abs(t * step - x) <= 2e-6 * codec.levels[-1] for t, x in zip(small, codec.levels, strict=True)):
             return ValueLevels(MINIFLOAT, step * 65536.0, 0.0, (0xFFFFFFFF,))
@@ -145,6 +145,7 @@ def _value_bits(levels: Table) -> ValueLevels | None:
     return ValueLevels(BITS, step * 2.0**24, -outer, (half2(rho / 2),))
 
 
-def _minifloat(n: int) -> float:
+def minifloat(n: int) -> float:
+    """What code n at bits 8-11 of a float16 number is, in units of 2^-16, with MINIFLOAT_TAIL below it."""
     exponent, mantissa = n >> 2, (n & 3) + MINIFLOAT_TAIL / 256
     return mantissa if exponent == 0 else (4 + mantissa) * 2.0 ** (exponent - 1)

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from .fast_primitives import hadamard
-from .fast_schedule import add, query_rows, seen
+from .fast_schedule import add, make_scan, query_rows, seen
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def fast_merge(
     ALL: gl.constexpr = gl.SliceLayout(
         0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     )  # the same in each warp
-    SCAN: gl.constexpr = (CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
+    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
     scan = (first, recent, window, sinks)
     number = gl.program_id(0)  # of the job
     o_seq = gl.arange(0, SEQS, layout=ALL)

@@ -4,8 +4,7 @@ The rows of a sequence and KV head are its (query, query head) pairs. They come 
 is a job, and jobs of a sequence are numbered KV head first. The tiles that a job reads are numbered t0 … t1: the tiles
 of the window from `edge` on, before them those of positional sinks, which lie `shift` tiles further.
 
-SCAN: (ends clip the keys, there is a window, there are positional sinks with it, several blocks or queries, tokens of a
-tile, query heads of a KV head, ROWS); scan: (first, recent, window, sinks).
+scan: (first, recent, window, sinks), as in Scoring.
 A cursor is (tiles left, sequence, job, tile, span, table entry, tile in the page).
 """
 
@@ -13,11 +12,30 @@ A cursor is (tiles left, sequence, job, tile, span, table entry, tile in the pag
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .fast_layouts import copy_units
+
+
+class Scan(NamedTuple):
+    """Constexpr: what the keys that are seen depend on."""
+
+    clip: bool  # the positions of queries bound the keys
+    window: bool
+    sinks: bool  # positional ones, with a window
+    several: bool  # several queries a sequence, or several jobs a KV head
+    tile: int  # tokens
+    group: int  # query heads of a KV head
+    rows: int  # of a job
+
+
+@gluon.constexpr_function
+def make_scan(clip, window, sinks, several, tile, group, rows):
+    return Scan(clip, window, sinks, several, tile, group, rows)
 
 
 @gluon.jit
@@ -28,10 +46,10 @@ def add(a, b):
 @gluon.jit
 def query_rows(seq, starts, tokens, SCAN: gl.constexpr):
     """The first query of a sequence, its number of queries, and the blocks of rows they make."""
-    if SCAN[3]:
+    if SCAN.several:
         begin = gl.minimum(gl.maximum(gl.load(starts + seq), 0), tokens)
         count = gl.minimum(gl.maximum(gl.load(starts + seq + 1), begin), tokens) - begin
-        return begin, count, (count * SCAN[5] + SCAN[6] - 1) // SCAN[6]
+        return begin, count, (count * SCAN.group + SCAN.rows - 1) // SCAN.rows
     else:
         return seq, 0 * seq + 1, 0 * seq + 1
 
@@ -39,20 +57,20 @@ def query_rows(seq, starts, tokens, SCAN: gl.constexpr):
 @gluon.jit
 def seen(seq, count, ends, lengths, scan, SCAN: gl.constexpr):
     """(t0, t1, edge, shift) of the tiles that hold every key that the queries of a sequence see."""
-    TILE: gl.constexpr = SCAN[4]
+    TILE: gl.constexpr = SCAN.tile
     hi = gl.load(lengths + seq)
     end = gl.load(ends + seq)
-    if SCAN[0]:
+    if SCAN.clip:
         hi = gl.minimum(hi, end - scan[1])
     lo = scan[0] + 0 * hi
-    if SCAN[1]:
+    if SCAN.window:
         lo = gl.maximum(lo, end - (count - 1) - scan[2])
     hi = gl.maximum(hi, lo)
     t0 = lo // TILE
     t1 = gl.where(hi > lo, (hi + TILE - 1) // TILE, t0)
-    if SCAN[3]:
+    if SCAN.several:
         t1 = gl.where(count > 0, t1, t0)
-    if SCAN[2]:
+    if SCAN.sinks:
         s0 = gl.minimum(scan[0] // TILE, t0)
         s1 = gl.maximum(s0, gl.minimum((gl.minimum(scan[3], hi) + TILE - 1) // TILE, t0))
         s1 = gl.where(t1 > t0, s1, s0)
@@ -66,12 +84,12 @@ def row_bounds(row, count, end, length, scan, SCAN: gl.constexpr):
     """The keys lo ≤ t < hi that a row sees beside the sinks."""
     hi = length + 0 * row
     last = end + 0 * row
-    if SCAN[3]:
-        last = end - (count - 1) + gl.minimum(row // SCAN[5], count - 1)
-    if SCAN[0]:
+    if SCAN.several:
+        last = end - (count - 1) + gl.minimum(row // SCAN.group, count - 1)
+    if SCAN.clip:
         hi = gl.minimum(hi, last - scan[1])
     lo = scan[0] + 0 * row
-    if SCAN[1]:
+    if SCAN.window:
         lo = gl.maximum(lo, last - scan[2])
     return lo, hi
 
@@ -92,7 +110,7 @@ def next_entry(entry, width, pinned):
 @gluon.jit
 def position_of(tile, span, SCAN: gl.constexpr):
     """The tile of the sequence that a job's tile is."""
-    if SCAN[2]:
+    if SCAN.sinks:
         return gl.where(tile < span[2], tile + span[3], tile)
     else:
         return tile

@@ -7,10 +7,17 @@ rotated back are multiplied by, CHUNK coordinates rotated back at a time, G head
 
 # mypy: ignore-errors
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .codes import cast
+from ...codec import Codec
+from . import tables
+from .codes import INTERPRETED, cast
+
+FEW_RESULTS = 0 if INTERPRETED.value else 2048  # up to this many get a program each when splits are merged
+MANY_RESULTS = 16384  # from this many on 64 share a program
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -52,13 +59,22 @@ def unrotate_store(
     else:
         o_chunk = tl.arange(0, CHUNK)
         o_column = tl.arange(0, V.columns)
+        HALVES: tl.constexpr = V.operand == tl.float16 and mean.shape[0] >= 16  # each number as the sum of two
+        if HALVES:
+            peak = tl.max(tl.abs(mean), 1)
+            peak = tl.where((peak > 0) & (peak < float("inf")), peak, 1.0)
+            mean = mean * (1.0 / peak)[:, None]
+            rough = mean.to(tl.float16)
+            rest = (mean - rough.to(tl.float32)).to(tl.float16)
+            share = share * peak
         for c in range(0, V.dim, CHUNK):
             b_matrix = tl.load(p_matrix + o_column[:, None] * V.dim + (c + o_chunk)[None, :])
-            b_matrix = b_matrix.to(tl.float32)
-            if mean.shape[0] < 16:
-                y = tl.sum(mean[:, :, None] * b_matrix[None, :, :], 1)
+            if HALVES:
+                y = tl.dot(rough, b_matrix, tl.dot(rest, b_matrix))
+            elif mean.shape[0] < 16:
+                y = tl.sum(mean[:, :, None] * b_matrix.to(tl.float32)[None, :, :], 1)
             else:
-                y = tl.dot(mean, b_matrix, input_precision="tf32x3")
+                y = tl.dot(mean, b_matrix.to(tl.float32), input_precision="tf32x3")
             y *= (share * UNIT)[:, None]
             if p_offset is not None:
                 y += offset_share[:, None] * tl.load(p_offset[:, None] + (c + o_chunk)[None, :])
@@ -120,3 +136,42 @@ def finish_kernel(
         p_offset = value_offset + (head // G) * V.dim
     unrotate_store(out + o_row * V.dim, m_row, mean, share, value_matrix, p_offset, share, UNIT, V, CHUNK)
     tl.store(lse + o_row, (base + tl.log2(total)) * LN2, mask=m_row)
+
+
+def finish(
+    means: Tensor,
+    sums: Tensor,
+    codec: Codec,
+    exact: bool,
+    offset: Tensor | None,
+    sink_logits: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    kv_heads: int,
+    splits: int,
+) -> None:
+    """Launch finish_kernel for out [tokens, heads, dim]."""
+    n, heads = lse.numel(), lse.shape[1]
+    how = tables.side(codec, exact, out.dtype)
+    matrix = tables.matrix(codec.dim, codec.seed, torch.float16, out.device, transposed=True) if codec.coded else None
+    padded = triton.next_power_of_2(splits)
+    rows = 1 if n <= FEW_RESULTS else 64 if n >= MANY_RESULTS and not exact and codec.dim <= 128 else 16
+    finish_kernel[(triton.cdiv(n, rows),)](
+        means,
+        sums,
+        matrix,
+        offset,
+        sink_logits,
+        out,
+        lse,
+        n,
+        splits,
+        heads,
+        heads // kv_heads,
+        how,
+        tables.unit(codec) if codec.coded else 1.0,
+        tables.unrotate_chunk(codec),
+        padded,
+        max(1, min(padded, 4096 // (how.columns * rows))),
+        rows,
+    )

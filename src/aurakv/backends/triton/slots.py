@@ -8,6 +8,8 @@ Every index read from device memory is forced into range: kernels stay inside th
 import triton
 import triton.language as tl
 
+FIT_ENTRIES = tl.constexpr(1024)  # table entries looked at in one go
+
 
 @triton.jit
 def find_block(p_starts, tokens, seqs, i_block, ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQS: tl.constexpr):
@@ -57,21 +59,11 @@ def page_bases(p_table, i_seq, page, m_page, pages, width, pinned, RING: tl.cons
 
 
 @triton.jit
-def sequences_fit(
-    p_table,
-    b_seq,
-    m_seq,
-    b_old,
-    b_new,
-    pages,
-    width,
-    page_size,
-    pinned,
-    RING: tl.constexpr,
-    SEQS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """Whether tokens b_old … b_new − 1 of sequences [SEQS] all have a page to be written to."""
+def sequences_fit(pool, b_seq, m_seq, b_old, b_new, RING: tl.constexpr, SEQS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Whether tokens b_old … b_new − 1 of sequences [SEQS] all have a page to be written to.
+
+    pool: (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)."""
+    p_table, _, _, _, _, _, pages, width, page_size, pinned = pool
     b_fits = m_seq & (b_old >= 0)
     if not RING:
         b_fits = b_fits & (b_new <= width.to(tl.int64) * page_size)
@@ -89,3 +81,53 @@ def sequences_fit(
         i_page = tl.load(p_table + b_seq[:, None].to(tl.int64) * width + entry, mask=m_page, other=0)
         b_missing += tl.sum(((i_page < 0) | (i_page >= pages)).to(tl.int32), 1)
     return b_fits & (b_missing == 0)
+
+
+@triton.jit
+def place_rows(pool, i_block, known_seq, known_fits, HEADS: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr,
+               ROWS: tl.constexpr):  # fmt: skip
+    """Rows (token, head) of a block of an append: their token, head, row inside the page, the page's piece for that
+    head, and which of them are written; the sequence and whether it has room, which is known of `known_seq`."""
+    table, lengths, _, starts, tokens, seqs, _, width, page_size, pinned = pool
+    i_seq, i_first, i_from, i_to = find_block(starts, tokens, seqs, i_block, HEADS, ROWS, SEQS)
+    o_row = i_first + tl.arange(0, ROWS)
+    i_head = o_row % HEADS
+    i_token = i_from + o_row // HEADS
+    old = tl.load(lengths + i_seq)
+    new = old + (i_to - i_from)
+    fits = known_fits
+    if i_seq != known_seq:
+        o_one = tl.arange(0, 1)
+        b_fits = sequences_fit(pool, i_seq + o_one, o_one == 0, old + o_one, new + o_one, RING, 1, FIT_ENTRIES)
+        fits = tl.sum(b_fits.to(tl.int32), 0)
+    position = old + (i_token - i_from)
+    m_row = (i_token < i_to) & (fits > 0)
+    if RING:  # of tokens that share a slot only the last one stays
+        m_row = m_row & ((position < pinned * page_size) | (position >= new - (width - pinned) * page_size))
+    entry = table_entry(tl.maximum(position, 0) // page_size, width, pinned, RING)
+    i_page = tl.load(table + i_seq.to(tl.int64) * width + entry, mask=m_row, other=0)
+    refused = (fits == 0) & (i_to > i_from)
+    return i_token, i_head, position % page_size, i_page.to(tl.int64) * HEADS + i_head, m_row, i_seq, fits, refused
+
+
+@triton.jit
+def advance_lengths(pool, refused, programs, RING: tl.constexpr, SEQS: tl.constexpr, ENTRIES: tl.constexpr):
+    """The program that ends last advances the lengths: no program may read them afterwards.
+
+    While the kernel runs, `overflow` above its lowest bit counts the programs that have ended.
+    """
+    _, lengths, overflow, starts, tokens, seqs, _, _, _, _ = pool
+    if refused:
+        tl.atomic_or(overflow, 1, sem="relaxed")
+    tl.debug_barrier()
+    ended = tl.atomic_add(overflow, 2, sem="acq_rel") >> 1
+    if ended == programs - 1:
+        for first in range(0, seqs, SEQS):
+            o_seq = first + tl.arange(0, SEQS)
+            m_seq = o_seq < seqs
+            b_from, b_to = seq_tokens(starts, tokens, o_seq, m_seq)
+            b_old = tl.load(lengths + o_seq, mask=m_seq, other=0)
+            b_new = b_old + (b_to - b_from)
+            m_fits = sequences_fit(pool, o_seq, m_seq, b_old, b_new, RING, SEQS, ENTRIES)
+            tl.store(lengths + o_seq, b_new, mask=m_fits & (b_to > b_from))
+        tl.atomic_add(overflow, -2 * programs, sem="acq_rel")

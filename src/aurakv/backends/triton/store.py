@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ... import checks
@@ -14,7 +15,9 @@ from ...pages import Pages
 from . import tables
 from .encode_kernels import append_codes_kernel, append_kernel, encode_kernel
 
-FEW_ROWS, MANY_ROWS = 16, 64  # vectors per program
+FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
+MANY_VECTORS = 16384
+PROGRAMS = 2  # of each side that share a multiprocessor when there are many vectors
 
 
 def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
@@ -44,7 +47,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
     n, heads = flat.shape[0] * flat.shape[1], flat.shape[1]
     if n:
         how = tables.encoder(codec, x.dtype, offset is not None)
-        rows = _rows(n, how.columns)
+        rows = _rows(n, how)
         encode_kernel[(triton.cdiv(n, rows),)](
             flat,
             *flat.stride(),
@@ -68,11 +71,13 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         return
     k_how = tables.encoder(key, k.dtype, pages.key_offset is not None)
     v_how = tables.encoder(value, v.dtype, pages.value_offset is not None)
-    rows = _rows(tokens * pages.kv_heads, max(k_how.columns, v_how.columns))
+    n = tokens * pages.kv_heads
+    rows = _rows(n, k_how, v_how)
     count = blocks(tokens, pages.seqs, pages.kv_heads, rows)
     k_matrix, k_levels, k_bounds = constants(key, k_how.operand, k.device)
     v_matrix, v_levels, v_bounds = constants(value, v_how.operand, v.device)
-    append_kernel[(count, 2)](
+    programs = count if n <= MANY_VECTORS else min(count, PROGRAMS * tables.multiprocessors(k.device))
+    append_kernel[(programs, 2)](
         k,
         *k.stride(),
         v,
@@ -86,7 +91,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         k_bounds,
         v_bounds,
         *_place(pages, starts, tokens),
-        2 * count,
+        count,
         pages.kv_heads,
         k_how,
         v_how,
@@ -97,6 +102,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         pages.ring,
         *_sequences(pages, starts, tokens),
         rows,
+        num_stages=3 if k_how.chunk == k_how.dim and v_how.chunk == v_how.dim else 1,  # what shared memory holds
     )
 
 
@@ -148,6 +154,7 @@ def _sequences(pages: Pages, starts: Tensor, tokens: int) -> tuple[int, int, int
     return seqs_constant(starts, pages.seqs, tokens), at_once, 1024 // at_once
 
 
-def _rows(n: int, columns: int) -> int:
+def _rows(n: int, *sides: tables.Encoder) -> int:
     """Few vectors spread over many programs; many share the rotation matrix, as far as registers allow."""
-    return FEW_ROWS if n <= 16384 or columns > 256 else MANY_ROWS
+    light = all(side.columns <= 256 and (side.bits == 16 or side.operand != tl.float32) for side in sides)
+    return MANY_ROWS if n > MANY_VECTORS and light else FEW_ROWS

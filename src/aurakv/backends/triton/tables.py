@@ -19,7 +19,7 @@ from .codes import INTERPRETED
 FAST_ERROR = 3e-5  # of a level, relative: below what rounding to float16 costs
 KEY_ERROR = 1.5e-4  # of a key's level in float16, relative
 PAIR_UNIT = 16.0  # keeps the second float16 of a level out of the subnormal range
-MAX_TERMS = 12
+MAX_TERMS = 8
 
 # Sums of products run over at least this many elements: the smaller the pieces that an operand is made from, the more
 # elements Triton 3.6 lays out at a time (16 for pieces of 16 bits), and shorter sums count some of them several times.
@@ -33,6 +33,8 @@ class Side(NamedTuple):
 
     dim: int
     bits: int
+    bytes: int  # of a row
+    dtype: Any  # of scales, or of raw vectors
     columns: int  # of a tile: 8·groups, or dim rounded up to a power of two for raw vectors
     groups: int
     coef: tuple[float, ...]
@@ -41,6 +43,22 @@ class Side(NamedTuple):
     pairs: bool  # whether a key's level is the sum of two float16 numbers
     operand: Any  # dtype of matrix products; keys in float16 are multiplied by queries in two parts
     precision: str  # of float32 products; tf32x3 is as good as float32
+
+
+class Call(NamedTuple):
+    """Constexpr of attention: what a call asks for."""
+
+    place: int  # where keys lie, see attend_kernels
+    page: int  # tokens
+    ring: bool
+    seqs: int  # see slots.find_block
+    causal: bool
+    window: bool
+    exact: int  # see masks
+    cap: bool
+    sparse: bool
+    fused: bool  # queries are rotated here
+    final: bool  # results are rotated back here
 
 
 class Encoder(NamedTuple):
@@ -58,6 +76,11 @@ class Encoder(NamedTuple):
     post: float  # factor after the rotation, see `matrix`
     largest: float  # scale that is stored
     operand: Any  # dtype of the rotation's product
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def operand_of(dtype: torch.dtype) -> Any:
@@ -79,20 +102,21 @@ def side(codec: Codec, exact: bool, query: torch.dtype, key: bool = False) -> Si
     """Products with codes run in float16. A peaked softmax magnifies errors of keys: if float16 does not hold their
     table nearly exactly, each level is a sum of two. Products with raw vectors run in their own type if the query has
     it, else in float32."""
-    width = columns(codec)
+    width, shape = columns(codec), (codec.dim, codec.bits, codec.row_bytes, DTYPES[codec.dtype])
     if codec.coded:
         if exact:
-            return Side(codec.dim, codec.bits, width, width // 8, (), "", 1.0, False, tl.float32, "tf32x3")
+            return Side(*shape, width, width // 8, (), "", 1.0, False, tl.float32, "tf32x3")
         factor = float16_unit(codec.levels) if key else 1.0
         if not factor:
-            return Side(codec.dim, codec.bits, width, width // 8, (), "", PAIR_UNIT, True, tl.float16, "tf32x3")
+            coef = curve(codec.levels)
+            return Side(*shape, width, width // 8, coef, "", PAIR_UNIT, True, tl.float16, "tf32x3")
         asm = "" if INTERPRETED.value else _nibble_asm(codec.levels, codec.bits, factor)
-        coef = () if asm else polynomial(codec.levels)
-        return Side(codec.dim, codec.bits, width, width // 8, coef, asm, factor, False, tl.float16, "tf32x3")
+        coef = () if asm else curve(codec.levels)
+        return Side(*shape, width, width // 8, coef, asm, factor, False, tl.float16, "tf32x3")
     same = operand_of(codec.dtype) != tl.float32 and codec.dtype == query and not exact
     single = not exact and torch.float32 not in (codec.dtype, query)  # both fit into tf32
     operand = DTYPES[codec.dtype] if same else tl.float32
-    return Side(codec.dim, 16, width, 0, (), "", 1.0, False, operand, "tf32" if single else "tf32x3")
+    return Side(*shape, width, 0, (), "", 1.0, False, operand, "tf32" if single else "tf32x3")
 
 
 @functools.cache
@@ -116,7 +140,8 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
     width = columns(codec)
     if not codec.coded:
         return Encoder(codec.dim, 16, width, 0, 16, (), (), (), False, 1.0, 0.0, tl.float32)
-    chunk = min(codec.dim & -codec.dim, max(16, 8192 // width))
+    operand = tl.float32 if has_offset else operand_of(source)
+    chunk = min(codec.dim & -codec.dim, max(16, (8192 if operand == tl.float32 else 16384) // width))
     bounds: tuple[float, ...] = boundaries(codec.levels) if codec.bits <= 4 else ()
     symmetric: tuple[float, ...] = ()
     half = len(codec.levels) // 2
@@ -129,27 +154,30 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
         width,
         width // 8,
         chunk,
-        _cubic(codec.levels),
+        cubic(codec.levels),
         bounds,
         symmetric,
         codec.scale == "lsq",
         unit(codec),
         torch.finfo(codec.dtype).max,
-        tl.float32 if has_offset else operand_of(source),
+        operand,
     )
 
 
 @functools.cache
-def matrix(dim: int, seed: int, dtype: torch.dtype, device: torch.device, transposed: bool = False) -> Tensor:
+def matrix(
+    dim: int, seed: int, dtype: torch.dtype, device: torch.device, transposed: bool = False, natural: bool = False
+) -> Tensor:
     """R·√dim / 2^halvings: ± a power of two, so exact in every dtype, and no sum overflows that R's would not.
 
-    [dim, columns] with entry (c, i) of coordinate c of x and column i of a rotated tile; or transposed.
+    [dim, columns] with entry (c, i) of coordinate c of x and column i of a rotated tile; or transposed. `natural`:
+    column i is coordinate i.
     """
     width = _columns(dim)
     signed = hadamard(dim) * torch.tensor(signs(dim, seed), dtype=torch.float64)  # [rotated, c]
     padded = torch.zeros(dim, width, dtype=torch.float64)
     column = torch.arange(width)
-    coordinate = column % (width // 8) * 8 + column // (width // 8)
+    coordinate = column if natural else column % (width // 8) * 8 + column // (width // 8)
     padded[:, coordinate < dim] = signed.T[:, coordinate[coordinate < dim]]
     padded *= 2.0 ** -_halvings(dim)
     with torch.inference_mode(False):  # cached: must not become an inference tensor
@@ -188,20 +216,21 @@ def _halvings(dim: int) -> int:
 
 
 @functools.cache
-def polynomial(levels: Levels) -> tuple[float, ...]:
-    """Coefficients of an odd polynomial through the levels, within FAST_ERROR; () if there is none short enough.
+def curve(levels: Levels) -> tuple[float, ...]:
+    """Coefficients of an arithmetic for the levels, within FAST_ERROR; () if there is none short enough.
 
-    In x = 2·code + 1 − n; with more than two coefficients in x/n.
+    Two are those of `cubic`. More are those of a polynomial p with level = x·p(log2(1 + 1/n − x²)),
+    x = (2·code + 1)/n − 1: the best levels for a normal distribution follow its quantiles, which grow like that.
     """
-    coef = _cubic(levels)
-    if coef or not _symmetric(levels) or len(levels) > 64:
+    coef = cubic(levels)
+    if coef or not _symmetric(levels):
         return coef
-    half = np.array(levels[len(levels) // 2 :])
+    n, half = len(levels), np.array(levels[len(levels) // 2 :])
     if half[0] <= 0:
         return ()
     x = (np.arange(len(half)) + 0.5) / len(half)
     for terms in range(3, min(len(half), MAX_TERMS) + 1):
-        powers = np.stack([x ** (2 * i + 1) for i in range(terms)], 1)
+        powers = np.stack([x * np.log2(1 + 1 / n - x * x) ** i for i in range(terms)], 1)
         weight = 1 / half
         for _ in range(40):  # reweighted least squares approach the smallest maximum
             found = np.linalg.lstsq(powers * weight[:, None], half * weight, rcond=None)[0]
@@ -213,7 +242,7 @@ def polynomial(levels: Levels) -> tuple[float, ...]:
 
 
 @functools.cache
-def _cubic(levels: Levels) -> tuple[float, ...]:
+def cubic(levels: Levels) -> tuple[float, ...]:
     """(a, b) with level = x·(a + b·x²), x = 2·code + 1 − n, if that is exact but for rounding."""
     if not _symmetric(levels):
         return ()
@@ -222,6 +251,18 @@ def _cubic(levels: Levels) -> tuple[float, ...]:
     found = np.linalg.lstsq(np.stack([x, x**3], 1) / x[:, None], half / x, rcond=None)[0]
     exact = np.abs(np.stack([x, x**3], 1) @ found - half) <= 1e-7 * half
     return tuple(float(np.float32(c)) for c in found) if exact.all() else ()
+
+
+@functools.cache
+def integers(levels: Levels) -> tuple[list[int], float] | None:
+    """The levels as integers from −128 to 127 times a step, if they are that but for rounding."""
+    largest = max(abs(x) for x in levels)
+    for top in range(1, 128):
+        step = largest / top
+        found = [round(x / step) for x in levels]
+        if all(abs(n * step - x) <= 1e-6 * largest for n, x in zip(found, levels, strict=True)):
+            return found, step
+    return None
 
 
 def _symmetric(levels: Levels) -> bool:

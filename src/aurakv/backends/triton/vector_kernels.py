@@ -16,11 +16,11 @@ from .results import unrotate_store
 
 
 @triton.jit
-def load_encoded(data, scale, o_vector, m_vector, levels, BYTES: tl.constexpr, DTYPE: tl.constexpr, SIDE: tl.constexpr):
+def load_encoded(data, scale, o_vector, m_vector, levels, SIDE: tl.constexpr):
     """Levels or raw vectors [n, columns] and scales [n] of vectors o_vector [n]."""
-    p_row = data + o_vector.to(tl.int64) * BYTES
+    p_row = data + o_vector.to(tl.int64) * SIDE.bytes
     if SIDE.bits == 16:
-        tile = load_raw(p_row.to(tl.pointer_type(DTYPE), bitcast=True), 1, m_vector, SIDE)
+        tile = load_raw(p_row.to(tl.pointer_type(SIDE.dtype), bitcast=True), 1, m_vector, SIDE)
         b_scale = tl.full([o_vector.shape[0]], 1.0, tl.float32)
     else:
         tile = load_levels(p_row, m_vector, levels, SIDE)
@@ -41,15 +41,13 @@ def decode_kernel(
     V: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
-    BYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
     ROTATED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """n vectors into out [n, dim]; with ROTATED the offset is a rotated one."""
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < n
-    y, b_scale = load_encoded(data, scale, o_row, m_row, levels, BYTES, DTYPE, V)
+    y, b_scale = load_encoded(data, scale, o_row, m_row, levels, V)
     y = y * b_scale[:, None]
     p_out = out + o_row.to(tl.int64) * V.dim
     p_offset = None
@@ -86,8 +84,6 @@ def scores_kernel(
     G: tl.constexpr,
     K: tl.constexpr,
     ROTATE: tl.constexpr,
-    BYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -103,7 +99,7 @@ def scores_kernel(
     b_q, _, factor, bias = prepare_rows(p_row, q_dim, p_offset, m_row, matrix, 1.0, K, ROTATE)
     o_key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     m_key = o_key < n
-    b_k, b_scale = load_encoded(data, scale, o_key * HEADS + i_head, m_key, levels, BYTES, DTYPE, K)
+    b_k, b_scale = load_encoded(data, scale, o_key * HEADS + i_head, m_key, levels, K)
     s = tl.dot(b_q, tl.trans(b_k), input_precision=K.precision)
     if K.bits != 16:
         s = s * b_scale[None, :] * factor[:, None] + bias[:, None]
@@ -131,8 +127,6 @@ def values_kernel(
     V: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
-    BYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -154,7 +148,7 @@ def values_kernel(
         seen = seen & ~(w < threshold)
         w = tl.where(seen, w, 0.0)
         total += tl.sum(w, 1)
-        b_v, b_scale = load_encoded(data, scale, o_key * HEADS + i_head, m_key, levels, BYTES, DTYPE, V)
+        b_v, b_scale = load_encoded(data, scale, o_key * HEADS + i_head, m_key, levels, V)
         b_v = b_v.to(tl.float32)
         bad = ~(tl.abs(b_scale) < float("inf"))
         if V.bits == 16:

@@ -32,8 +32,6 @@ def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dty
             heads,
             how,
             *_unrotate(codec),
-            codec.row_bytes,
-            tables.DTYPES[codec.dtype],
             rotated,
             ROWS,
         )
@@ -68,8 +66,6 @@ def scores(q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tens
             group,
             how,
             rotate,
-            codec.row_bytes,
-            tables.DTYPES[codec.dtype],
             ROWS,
             keys,
         )
@@ -99,8 +95,6 @@ def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, t
             group,
             tables.side(codec, True, torch.float32),
             *_unrotate(codec),
-            codec.row_bytes,
-            tables.DTYPES[codec.dtype],
             ROWS,
             tables.LEAST_TILE,
         )

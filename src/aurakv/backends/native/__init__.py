@@ -1,0 +1,325 @@
+"""The CPU in C++: a library without torch or Python, called through ctypes with plain structures (native/aura.h).
+
+`native` uses the best instruction set of this processor; `native-avx512`, `native-avx2` and `native-generic` are
+the same with a given one. Arithmetic is int16 on codes (docs/cpu.md states the accuracy), float32 if precision="exact";
+float64 arguments are computed in float32. Threads are torch's own, their number torch.get_num_threads().
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...codec import Codec, Codes, Format
+from ...errors import InputError
+from ...pages import Pages
+from ...partial import Partial
+from ...scoring import Scoring
+from . import abi
+
+FAST_ERROR = 2e-3  # bound of int16 arithmetic; portable kernels have float32 only
+
+
+class Native:
+    """One instruction set, or the best one if none is given."""
+
+    float64 = False
+
+    def __init__(self, isa: str | None = None) -> None:
+        self.name = "native" if isa is None else f"native-{isa}"
+        self.fast_error = 0.0 if isa == "generic" else FAST_ERROR
+        self._wanted = isa
+        self._index: int | str | None = None
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        lib, index = abi.library(), self._find()
+        return "" if isinstance(lib, str) or isinstance(index, str) else lib.aura_isa_name(index).decode()
+
+    def _find(self) -> int | str:
+        """Index of the instruction set in the library, or why there is none."""
+        if self._index is None:
+            self._index = self._search()
+        return self._index
+
+    def _search(self) -> int | str:
+        lib = abi.library()
+        if isinstance(lib, str):
+            return lib
+        for i in range(lib.aura_isa_count()):
+            name = lib.aura_isa_name(i).decode()
+            if self._wanted in (None, name) and lib.aura_isa_supported(i):
+                return i
+            if self._wanted == name:
+                return f"this processor lacks {abi.NAMES[name]}"
+        return f"the native library has no {self._wanted} kernels on this architecture"
+
+    def why_not(self, format: Format | None, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"it computes on the CPU, got {device}"
+        index = self._find()
+        return index if isinstance(index, str) else None
+
+    def _call(self, name: str, packed: bytes) -> None:
+        getattr(abi.library(), name)(self._index, packed)
+
+    def workspace_bytes(self, pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
+        capacity = pages.table.shape[1] * pages.page_size
+        lib = cast(ctypes.CDLL, abi.library())
+        return lib.aura_attend_workspace(tokens, heads, pages.kv_heads, capacity, pages.format.value.dim, splits or 0)
+
+    def encode(self, x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
+        rows = abi.plain(x).reshape(-1, *x.shape[-2:])
+        n, heads, _ = rows.shape
+        data = torch.empty(*x.shape[:-1], codec.row_bytes, dtype=torch.uint8)
+        scale = torch.empty(x.shape[:-1], dtype=codec.dtype) if codec.coded else None
+        packed = abi.ENCODE.pack(
+            abi.codec_address(codec),
+            rows.data_ptr(),
+            abi.DTYPES[rows.dtype],
+            n,
+            heads,
+            rows.stride(0),
+            rows.stride(1),
+            abi.pointer(offset),
+            data.data_ptr(),
+            abi.pointer(scale),
+            abi.thread_count(),
+            abi.pool(),
+        )
+        self._call("aura_encode", packed)
+        return Codes(data, scale)
+
+    def decode(self, codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
+        data, scale = codes.data.contiguous(), None if codes.scale is None else codes.scale.contiguous()
+        out = torch.empty(*data.shape[:-1], codec.dim, dtype=torch.float32 if dtype == torch.float64 else dtype)
+        heads = data.shape[-2]
+        packed = abi.DECODE.pack(
+            abi.codec_address(codec),
+            data.data_ptr(),
+            abi.pointer(scale),
+            data.numel() // max(1, heads * codec.row_bytes),
+            heads,
+            abi.pointer(offset),
+            rotated,
+            abi.DTYPES[out.dtype],
+            out.data_ptr(),
+            abi.thread_count(),
+            abi.pool(),
+        )
+        self._call("aura_decode", packed)
+        return out.to(dtype)
+
+    def scores(self, q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor:
+        data, scale = codes.data.contiguous(), None if codes.scale is None else codes.scale.contiguous()
+        x = abi.plain(q)
+        out = torch.empty(*q.shape[:2], data.shape[0], dtype=x.dtype)
+        packed = abi.SCORES.pack(
+            abi.codec_address(codec),
+            data.data_ptr(),
+            abi.pointer(scale),
+            *data.shape[:2],
+            abi.pointer(offset),
+            x.data_ptr(),
+            abi.DTYPES[x.dtype],
+            *q.shape[:2],
+            x.stride(0),
+            x.stride(1),
+            out.data_ptr(),
+            abi.thread_count(),
+            abi.pool(),
+        )
+        self._call("aura_scores", packed)
+        return out.to(q.dtype)
+
+    def values(self, weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float) -> Tensor:
+        data, scale = codes.data.contiguous(), None if codes.scale is None else codes.scale.contiguous()
+        x = weights.float() if weights.dtype == torch.float64 else weights
+        out = torch.empty(*x.shape[:2], codec.dim, dtype=x.dtype)
+        packed = abi.VALUES.pack(
+            abi.codec_address(codec),
+            data.data_ptr(),
+            abi.pointer(scale),
+            *data.shape[:2],
+            abi.pointer(offset),
+            x.data_ptr(),
+            abi.DTYPES[x.dtype],
+            *x.shape[:2],
+            *x.stride(),
+            threshold,
+            out.data_ptr(),
+            abi.thread_count(),
+            abi.pool(),
+        )
+        self._call("aura_values", packed)
+        return out.to(weights.dtype)
+
+    def append(self, pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
+        k, v = abi.plain(k), abi.plain(v)
+        strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        types = (abi.DTYPES[k.dtype], abi.DTYPES[v.dtype])
+        self._append(pages, k, v, types, strides, (0, 0), starts)
+
+    def append_codes(self, pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
+        k, v = keys.data.contiguous(), values.data.contiguous()
+        scales = [None if x is None else x.contiguous() for x in (keys.scale, values.scale)]
+        self._append(pages, k, v, None, (0, 0, 0, 0), (abi.pointer(scales[0]), abi.pointer(scales[1])), starts)
+
+    def _append(
+        self,
+        pages: Pages,
+        k: Tensor,
+        v: Tensor,
+        types: tuple[int, int] | None,
+        strides: tuple[int, int, int, int],
+        scales: tuple[int, int],
+        starts: Tensor,
+    ) -> None:
+        starts = starts.contiguous()
+        self._call("aura_append", abi.pack_append(pages, None, k, v, types, strides, scales, starts))
+
+    def attend(
+        self,
+        q: Tensor,
+        pages: Pages,
+        starts: Tensor,
+        ends: Tensor,
+        scoring: Scoring,
+        sink_logits: Tensor | None,
+        splits: int | None,
+        precision: str,
+        workspace: Tensor | None,
+    ) -> Partial:
+        if workspace is not None and workspace.data_ptr() % 4:
+            raise InputError("workspace must be aligned to 4 bytes")
+        x, rows = abi.plain(q), (starts.contiguous(), ends.contiguous())
+        kind = (x.shape, x.stride(), q.dtype, scoring, splits, precision, abi.pointer(workspace))
+        known = pages.__dict__.get("_native_attend")
+        if known is None or known[0] is not rows[0] or known[1] is not rows[1] or known[2] != kind:
+            known = (*rows, kind, self._describe(pages, None, q, x, rows, scoring, kind[4:]))
+            object.__setattr__(pages, "_native_attend", known)
+        return self._run(pages, None, known[3], q, x, None, None, sink_logits)
+
+    def attend_dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        key_starts: Tensor,
+        ends: Tensor,
+        scoring: Scoring,
+        sink_logits: Tensor | None,
+    ) -> Partial:
+        k, v, key_starts = abi.plain(k), abi.plain(v), key_starts.contiguous()
+        dense = ctypes.create_string_buffer(
+            abi.DENSE.pack(
+                abi.raw_codec_address(k.shape[2], k.dtype),
+                abi.raw_codec_address(v.shape[2], v.dtype),
+                k.data_ptr(),
+                v.data_ptr(),
+                k.stride(0),
+                k.stride(1),
+                v.stride(0),
+                v.stride(1),
+                key_starts.data_ptr(),
+                k.shape[1],
+            )
+        )
+        x, rows = abi.plain(q), (starts.contiguous(), ends.contiguous())
+        sink = None if sink_logits is None else sink_logits.to(torch.float32).contiguous()
+        out, lse = abi.results(x, v.shape[2])
+        source, results = (0, ctypes.addressof(dense), 0), (out.data_ptr(), lse.data_ptr(), abi.pointer(sink))
+        self._call("aura_attend", abi.pack_attend(source, x, k.shape[2], results, rows, scoring, (0, True, 0)))
+        return Partial(out, lse) if q.dtype != torch.float64 else Partial(out.double(), lse.double())
+
+    def step(
+        self,
+        pages: Pages,
+        beside: Pages | None,
+        beside_too: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: list[int],
+        scoring: Scoring,
+        sink_logits: Tensor | None,
+        splits: int | None,
+        precision: str,
+    ) -> Partial:
+        """Append and attend in one call. Exact tokens lie in `beside`, if any, which may get the new tokens, too.
+
+        What a call of the same kind needs is packed once and remembered in the pages: between two tokens only the
+        addresses of the arguments change.
+        """
+        x, k, v = abi.plain(q), abi.plain(k), abi.plain(v)
+        kind = (
+            beside_too,
+            bounds,
+            x.shape,
+            x.stride(),
+            q.dtype,
+            k.stride(),
+            k.dtype,
+            v.stride(),
+            v.dtype,
+            scoring,
+            splits,
+            precision,
+        )
+        known = pages.__dict__.get("_native_step")
+        if known is None or known[0] is not beside or known[1] != kind:
+            starts = torch.tensor(bounds, dtype=torch.int32)
+            types, strides = (
+                (abi.DTYPES[k.dtype], abi.DTYPES[v.dtype]),
+                (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+            )
+            append = abi.pack_append(pages, beside if beside_too else None, k, v, types, strides, (0, 0), starts)
+            attend = self._describe(pages, beside, q, x, (starts, pages.lengths), scoring, (splits, precision, 0))
+            known = (beside, kind, append, attend, starts)
+            object.__setattr__(pages, "_native_step", known)
+        return self._run(pages, known[2], known[3], q, x, k, v, sink_logits)
+
+    def _describe(
+        self,
+        pages: Pages,
+        beside: Pages | None,
+        q: Tensor,
+        x: Tensor,
+        rows: tuple[Tensor, Tensor],
+        scoring: Scoring,
+        options: tuple[int | None, str, int],
+    ) -> bytes:
+        """What a call of `attend` needs but for the addresses that change from call to call."""
+        splits, precision, workspace = options
+        source = (abi.pages_address(pages), 0, 0 if beside is None else abi.pages_address(beside))
+        exact = precision == "exact" or q.dtype == torch.float64
+        return abi.pack_attend(
+            source, x, pages.format.key.dim, (0, 0, 0), rows, scoring, (splits or 0, exact, workspace)
+        )
+
+    def _run(
+        self,
+        pages: Pages,
+        append: bytes | None,
+        attend: bytes,
+        q: Tensor,
+        x: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        sink_logits: Tensor | None,
+    ) -> Partial:
+        sink = None if sink_logits is None else sink_logits.to(torch.float32).contiguous()
+        out, lse = abi.results(x, pages.format.value.dim)
+        cast(ctypes.CDLL, abi.library()).aura_step(
+            self._index, append, attend, x.data_ptr(), abi.pointer(k), abi.pointer(v),
+            out.data_ptr(), lse.data_ptr(), abi.pointer(sink), abi.thread_count(),
+        )  # fmt: skip
+        return Partial(out, lse) if q.dtype != torch.float64 else Partial(out.double(), lse.double())
+
+
+backends = {backend.name: backend for backend in (Native(), Native("avx512"), Native("avx2"), Native("generic"))}

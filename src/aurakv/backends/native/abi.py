@@ -1,0 +1,230 @@
+"""The border to the C++ library: loading it, and its structures (native/aura.h) from what Python has."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...codebook import boundaries
+from ...codec import Codec
+from ...pages import Pages
+from ...rotation import base_order, hadamard, signs
+from ...scoring import Scoring
+
+LIBRARY = "_native.so"
+VERSION = 3  # AURA_VERSION of native/aura.h
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+NAMES = {
+    "avx512": "AVX-512 with VNNI and VBMI",
+    "avx2": "AVX2 with FMA and BMI2",
+    "generic": "",
+}
+
+# The structures of native/aura.h: Q is a pointer, q an int64_t, d a double.
+PAGES = struct.Struct("8Q11q")
+DENSE = struct.Struct("4Q4qQq")
+ATTEND = struct.Struct("4Q3q4Q3qQd3qd3qd2qQqQ")
+ENCODE = struct.Struct("2Q5q3QqQ")
+APPEND = struct.Struct("4Q6q2QqQqqQ")
+DECODE = struct.Struct("3Q2qQ2qQqQ")
+SCORES = struct.Struct("3Q2q2Q5qQqQ")
+VALUES = struct.Struct("3Q2q2Q6qdQqQ")
+
+_forked = False
+
+
+def _after_fork() -> None:
+    """The threads of torch's pool do not exist in a forked child: it computes on one."""
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The compiled library, or one sentence that says why there is none."""
+    places = [Path(place) / LIBRARY for place in sys.modules["aurakv.backends"].__path__]  # several when editable
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
+        return (
+            "the native library was not built when aurakv was installed (it needs a C++17 compiler: GCC 10, Clang 14"
+            " or newer; reinstall with one)"
+        )
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"the native library cannot be loaded: {error}"
+    if lib.aura_version() != VERSION:
+        return "the native library was built for another version of aurakv: reinstall it"
+    lib.aura_isa_name.restype = ctypes.c_char_p
+    lib.aura_codec.restype = ctypes.c_void_p
+    lib.aura_attend_workspace.restype = ctypes.c_int64
+    lib.aura_attend_workspace.argtypes = [ctypes.c_int64] * 6
+    for name in ("attend", "encode", "append", "decode", "scores", "values"):
+        function = getattr(lib, f"aura_{name}")
+        function.restype, function.argtypes = None, [ctypes.c_int64, ctypes.c_char_p]
+    lib.aura_step.restype = None
+    lib.aura_step.argtypes = [ctypes.c_int64, *[ctypes.c_char_p] * 2, *[ctypes.c_void_p] * 6, ctypes.c_int64]
+    return lib
+
+
+@functools.cache
+def pool() -> int:
+    """Address of torch_parallel_for, with which torch (from 2.10 on) lends its threads; 0 where it has none."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            return ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value or 0
+        except (OSError, AttributeError):
+            continue
+    return 0
+
+
+@functools.lru_cache(maxsize=1024)
+def codec_address(codec: Codec) -> int:
+    """Address of the codec as the library knows it. It lives as long as the process: a few kilobytes each."""
+    if not codec.coded:
+        return raw_codec_address(codec.dim, codec.dtype)
+    base = base_order(codec.dim)
+    numbers = (codec.dim, codec.bits, DTYPES[codec.dtype], int(codec.scale == "lsq"), base)
+    root = codec.dim**-0.5
+    floats = (
+        codec.levels,
+        boundaries(codec.levels),
+        [s * root for s in signs(codec.dim, codec.seed)],
+        hadamard(codec.dim)[:base, :base].flatten().tolist(),
+    )
+    arrays = [(ctypes.c_float * len(x))(*x) for x in floats]
+    return cast(ctypes.CDLL, library()).aura_codec((ctypes.c_int64 * 5)(*numbers), *arrays)
+
+
+@functools.lru_cache(maxsize=1024)
+def raw_codec_address(dim: int, dtype: torch.dtype) -> int:
+    numbers = (ctypes.c_int64 * 5)(dim, 16, DTYPES[dtype], 0, 1)
+    return cast(ctypes.CDLL, library()).aura_codec(numbers, None, None, None, None)
+
+
+def pages_address(pages: Pages) -> int:
+    """Address of the pages as the library knows them, remembered in the object."""
+    known = pages.__dict__.get("_native")
+    if known is None:
+        f, layout = pages.format, pages.format.layout(pages.page_size)
+        packed = PAGES.pack(
+            codec_address(f.key),
+            codec_address(f.value),
+            pages.data.data_ptr(),
+            pages.table.data_ptr(),
+            pages.lengths.data_ptr(),
+            pages.overflow.data_ptr(),
+            pointer(pages.key_offset),
+            pointer(pages.value_offset),
+            pages.data.shape[0],
+            pages.kv_heads,
+            *pages.table.shape,
+            pages.page_size,
+            pages.pinned,
+            pages.ring,
+            layout.bytes,
+            layout.key_scales,
+            layout.value_codes,
+            layout.value_scales,
+        )
+        buffer = ctypes.create_string_buffer(packed, len(packed))
+        known = (ctypes.addressof(buffer), buffer)
+        object.__setattr__(pages, "_native", known)
+    return known[0]
+
+
+def pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def thread_count() -> int:
+    return 1 if _forked else torch.get_num_threads()
+
+
+def plain(x: Tensor) -> Tensor:
+    """As the library reads tensors: float32, float16 or bfloat16, coordinates side by side, any other stride."""
+    if x.dtype == torch.float64:
+        x = x.float()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def results(x: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    out = torch.empty((x.shape[0], x.shape[1], value_dim), dtype=x.dtype)
+    return out, torch.empty((x.shape[0], x.shape[1]), dtype=torch.float32)
+
+
+def pack_append(
+    pages: Pages,
+    beside: Pages | None,
+    k: Tensor,
+    v: Tensor,
+    types: tuple[int, int] | None,
+    strides: tuple[int, int, int, int],
+    scales: tuple[int, int],
+    starts: Tensor,
+) -> bytes:
+    return APPEND.pack(
+        pages_address(pages),
+        0 if beside is None else pages_address(beside),
+        k.data_ptr(),
+        v.data_ptr(),
+        *(types or (0, 0)),
+        *strides,
+        *scales,
+        types is None,
+        starts.data_ptr(),
+        k.shape[0],
+        thread_count(),
+        pool(),
+    )
+
+
+def pack_attend(
+    source: tuple[int, int, int],
+    x: Tensor,
+    key_dim: int,
+    results: tuple[int, int, int],
+    rows: tuple[Tensor, Tensor],
+    scoring: Scoring,
+    options: tuple[int, bool, int],
+) -> bytes:
+    out, lse, sink = results
+    return ATTEND.pack(
+        *source,
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        x.stride(0),
+        x.stride(1),
+        out,
+        lse,
+        rows[0].data_ptr(),
+        rows[1].data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        rows[0].shape[0] - 1,
+        sink,
+        scoring.multiplier(key_dim),
+        scoring.causal,
+        scoring.window or 0,
+        scoring.sinks,
+        scoring.softcap or 0.0,
+        scoring.first,
+        scoring.recent,
+        scoring.exact,
+        scoring.threshold,
+        *options,
+        thread_count(),
+        pool(),
+    )
