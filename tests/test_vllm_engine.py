@@ -24,8 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.vllm
 
 LENGTH = 2048
-DOCS = Path(__file__).parents[1] / "docs"
-TEXT = "\n".join((DOCS / name).read_text("utf-8") for name in ("design.md", "format.md", "cpu.md"))
+TEXT = (Path(__file__).parents[1] / "LICENSE").read_text("utf-8")  # does not change
 BEGINNINGS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -192,7 +191,7 @@ def mixture(count: int) -> list[Request]:
 def test_batches_change_rounding_only(model: Path, llama: Path, kind: str, count: int) -> None:
     """More requests than the memory holds, with prefix caching and preemption; then each alone. No block is lost."""
     requests = mixture(count)
-    options = {"block_size": 32, "num_gpu_blocks_override": 100, "skip_tokenizer_init": kind == "random"}
+    options = {"block_size": 32, "num_gpu_blocks_override": 66, "skip_tokenizer_init": kind == "random"}
     parted = {}
     for switch in ("k8v8", None):
         with engine(llama if kind == "random" else model, switch, **options) as llm:

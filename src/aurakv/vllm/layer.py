@@ -71,6 +71,7 @@ class Layer:
         self.scoring = scoring
         self.sink_logits = sink_logits
         self.policy = policy or LayerPolicy(format.name)
+        self._offsets: tuple[Tensor | None, Tensor | None] | None = None  # on the device
         self._balance: tuple[Tensor, Tensor] | None = None
         self._known: dict[tuple[int, ...], Pages] = {}
 
@@ -116,6 +117,8 @@ class Layer:
             count, heads, tokens, size = blocks.shape
             data = blocks.view(count, heads, tokens * size)
             now = step.buffers.now[: step.table.shape[0]]
+            if self._offsets is None:
+                self._offsets = _on(self.policy.key_offset, data), _on(self.policy.value_offset, data)
             pages = Pages(
                 self.format,
                 tokens,
@@ -123,8 +126,8 @@ class Layer:
                 step.table,
                 now,
                 step.buffers.overflow,
-                key_offset=_on(self.policy.key_offset, data),
-                value_offset=_on(self.policy.value_offset, data),
+                key_offset=self._offsets[0],
+                value_offset=self._offsets[1],
             )
             object.__setattr__(pages, "trusted", True)  # each step looks at the contents once for all layers
             if len(self._known) >= 64:
