@@ -184,7 +184,7 @@ def mixture(count: int) -> list[Request]:
             return TEXT[:1500] + piece(20, 200)
         return piece(20, 120) if i % 3 else piece(1200, 2800)
 
-    return [Request(list(made(i).encode()[::4]), draw.randrange(4, 16)) for i in range(count)]
+    return [Request(list(made(i).encode()[::4]), draw.randrange(4, 80)) for i in range(count)]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("random", 200), ("real", 48)])

@@ -111,7 +111,7 @@ def mixture(count: int = 200) -> list[Request]:
             "abort": lambda: piece(200, 1500),
             "limit": lambda: 2 * TEXT,
         }[kind]()
-        made.append(Request(kind, prompt, 64 if kind == "abort" else draw.randrange(4, 16)))
+        made.append(Request(kind, prompt, 64 if kind == "abort" else draw.randrange(4, 60)))
     return made
 
 
