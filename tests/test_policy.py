@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aurakv as kv
-from aurakv.calibrate import Moments, measured
+from aurakv.calibrate import Moments, Turns, measured
 from aurakv.policy import LayerPolicy, Policy, shipped
 
 
@@ -170,6 +170,38 @@ def test_moments_add_up():
     torch.testing.assert_close(a.key_offset, b.key_offset)
     torch.testing.assert_close(a.balance, b.balance)
     torch.testing.assert_close(a.key_offset, k.mean(0) * a.balance, rtol=1e-4, atol=1e-4)
+
+
+def turned(x: torch.Tensor, angles: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """RoPE as models apply it to x [tokens, heads, dim]: channel i goes with i + dim / 2."""
+    angle = (start + torch.arange(len(x)))[:, None, None] * angles
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1).float()
+
+
+def test_moments_of_a_short_prompt_fit_a_long_text():
+    angles = 1e5 ** -(torch.arange(32, dtype=torch.float64) / 32)
+    q, k = biased()
+    layers = [Moments(turns) for turns in (None, Turns.half(angles, 64, 8192))]
+    for layer in layers:
+        layer.add(turned(k[:200], angles), turned(q[:200], angles), torch.arange(200))
+    stale, fitting = (
+        score_error(turned(q[200:], angles, 4000), turned(k[200:], angles, 4000), layer.layer("k4v4"))
+        for layer in layers
+    )
+    assert fitting < 0.7 * stale
+
+
+def test_turns_of_a_part_of_the_channels():
+    angles = torch.tensor([1.0, 0.5])
+    turns = Turns.half(angles, 8, 4096)
+    x = torch.randn(5, 1, 8)
+    whole = turns.turn(x.double(), torch.zeros(5))
+    torch.testing.assert_close(turns.channels(whole.real, whole.imag), x.double())
+    back = turns.turn(torch.cat([turned(x[..., :4], angles), x[..., 4:]], -1).double(), torch.arange(5))
+    torch.testing.assert_close(back, whole, rtol=1e-5, atol=1e-5)
+    assert torch.equal(turns.mean_turn()[2:], torch.ones(2, dtype=torch.complex128)), "these do not turn"
+    assert float(turns.mean_turn()[0].abs()) < 0.01, "a fast pair has no mean"
 
 
 def test_dead_channels_and_damaged_tokens():

@@ -7,6 +7,9 @@ numbers: the mean makes keys shorter, the balance puts the error where queries a
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,42 +23,113 @@ ENOUGH = 64  # tokens that can speak for those to come
 MOST = 2048  # tokens of a sequence that are looked at
 LOST = 0.25  # nats by which attention may move before keys count as lost
 _QUERIES, _KEYS = 32, 1024  # of a check
+_SHORTEST = 512  # tokens of the contexts that keys are prepared for, up to what the model was made for
 _FLOOR = 1e-4  # channels weaker than this share of the mean are treated as if they had it
 
 
-class Moments:
-    """Means and second moments of the keys of one layer and the queries that read them, over tokens added."""
+class Turns(NamedTuple):
+    """How positions turn the keys and queries of a layer (RoPE): pairs of channels, each by an angle per position."""
 
-    def __init__(self) -> None:
+    pairs: tuple[Tensor, Tensor]  # channels [dim / 2] that are turned together: their cosine and sine parts
+    angles: Tensor  # [dim / 2], 0 where positions do not turn
+    longest: int  # positions that the model was made for
+
+    @property
+    def dim(self) -> int:
+        return 2 * len(self.angles)
+
+    @classmethod
+    def none(cls, dim: int) -> Turns:
+        return cls.half(torch.zeros(dim // 2), dim, 1)
+
+    @classmethod
+    def half(cls, angles: Tensor, dim: int, longest: int) -> Turns:
+        """Channel i goes with i + n/2 of the n channels that turn, which come first; the others do not turn."""
+        turned, rest = len(angles), dim // 2 - len(angles)
+        first = torch.cat([torch.arange(turned), torch.arange(rest) + 2 * turned])
+        second = torch.cat([torch.arange(turned) + turned, torch.arange(rest) + 2 * turned + rest])
+        return cls((first, second), torch.cat([angles.double(), torch.zeros(rest, dtype=torch.float64)]), longest)
+
+    def turn(self, x: Tensor, position: Tensor) -> Tensor:
+        """x [tokens, heads, dim] as it was before positions [tokens] turned it: complex [tokens, heads, dim / 2]."""
+        first, second = (channels.to(x.device) for channels in self.pairs)
+        angle = position.to(x.device, torch.float64)[:, None] * self.angles.to(x.device)
+        return torch.complex(x[..., first], x[..., second]) * torch.polar(torch.ones_like(angle), -angle)[:, None]
+
+    def mean_turn(self, times: int = 1) -> Tensor:
+        """The mean of e^(i · times · angle · t) over positions t of contexts of all lengths, each octave alike."""
+        octaves = math.log2(max(self.longest, _SHORTEST) / _SHORTEST)
+        lengths = _SHORTEST * 2.0 ** torch.linspace(0, octaves, 64, dtype=torch.float64)
+        angle = times * self.angles[:, None] * lengths  # at the end of a context
+        end = torch.polar(torch.ones_like(angle), angle)
+        turned = torch.where(angle == 0, torch.ones_like(end), (end - 1) / torch.where(angle == 0, 1.0, angle) / 1j)
+        return turned.mean(1)
+
+    def channels(self, first: Tensor, second: Tensor) -> Tensor:
+        """Numbers [heads, dim / 2] of both parts, in the order of channels."""
+        out = first.new_empty(*first.shape[:-1], 2 * first.shape[-1])
+        out[..., self.pairs[0]], out[..., self.pairs[1]] = first, second
+        return out
+
+
+class Moments:
+    """Means and second moments of the keys of one layer and the queries that read them, over tokens added.
+
+    They are taken before positions turn the vectors, where they do not change along a text, and turned on to the
+    positions of long contexts: what slow pairs of channels do over a prompt says little about a text.
+    """
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self.turns = turns
         self.keys = self.queries = 0
-        self._k = self._k2 = self._q2 = torch.zeros(())
+        self._k = self._k2 = self._kk = self._q2 = self._qq = torch.zeros(())
 
     @torch.no_grad()
-    def add(self, k: Tensor, q: Tensor | None = None) -> None:
-        """Keys [tokens, kv_heads, dim] and queries [tokens, heads, dim]; vectors that are not finite do not count."""
+    def add(self, k: Tensor, q: Tensor | None = None, position: Tensor | None = None) -> None:
+        """Keys [tokens, kv_heads, dim], queries [tokens, heads, dim]; vectors that are not finite do not count.
+
+        Their positions [tokens] matter where positions turn.
+        """
         kv_heads = k.shape[1]
-        k = k.double()[k.isfinite().flatten(1).all(1)]
+        if self.turns is None:
+            self.turns = Turns.none(k.shape[2])
+        if position is None:
+            position = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+        finite = k.isfinite().flatten(1).all(1)
+        k = self.turns.turn(k.double()[finite], position[finite])
         self.keys += k.shape[0]
-        self._k, self._k2 = self._k + k.sum(0).cpu(), self._k2 + k.square().sum(0).cpu()
+        self._k, self._k2 = self._k + k.sum(0).cpu(), self._k2 + k.abs().square().sum(0).cpu()
+        self._kk = self._kk + k.square().sum(0).cpu()
         if q is not None:
-            q = q.double()[q.isfinite().flatten(1).all(1)].unflatten(1, (kv_heads, -1))
+            finite = q.isfinite().flatten(1).all(1)
+            q = self.turns.turn(q.double()[finite], position[finite]).unflatten(1, (kv_heads, -1))
             self.queries += q.shape[0]
-            self._q2 = self._q2 + q.square().mean(2).sum(0).cpu()
+            self._q2 = self._q2 + q.abs().square().mean(2).sum(0).cpu()
+            self._qq = self._qq + q.square().mean(2).sum(0).cpu()
 
     def layer(self, format: str) -> LayerPolicy:
         """The policy of a layer with these moments."""
-        if not self.keys:
+        if not self.keys or self.turns is None:
             return LayerPolicy(format)
-        mean = self._k / self.keys
+        turned = self._k / self.keys * self.turns.mean_turn()
+        mean = self.turns.channels(turned.real, turned.imag)
         if not self.queries:
             return LayerPolicy(format, key_offset=mean.float().contiguous())
-        spread = _floored(self._k2 / self.keys - mean.square())
-        balance = (_floored(self._q2 / self.queries) / spread).pow(0.25)
+        spread = _floored(self._squares(self._k2, self._kk, self.keys) - mean.square())
+        balance = (_floored(self._squares(self._q2, self._qq, self.queries)) / spread).pow(0.25)
         balance = balance / balance.log().mean(-1, keepdim=True).exp()
         return LayerPolicy(format, key_offset=(mean * balance).float(), balance=balance.float())
 
+    def _squares(self, sizes: Tensor, squares: Tensor, count: int) -> Tensor:
+        """Mean squares of channels, from sums of |w|² and w² of `count` complex numbers w that positions turn."""
+        assert self.turns is not None
+        lean = (squares * self.turns.mean_turn(2)).real
+        return self.turns.channels(sizes + lean, sizes - lean) / (2 * count)
 
-def measured(format: str, k: Tensor, q: Tensor | None = None, real: Tensor | None = None) -> LayerPolicy:
+
+def measured(
+    format: str, k: Tensor, q: Tensor | None = None, real: Tensor | None = None, turns: Turns | None = None
+) -> LayerPolicy:
     """Offset and balance from the first tokens of a cache, k and q [seqs, heads, t, dim], if there are enough of them.
 
     real [seqs, t] says which columns are no padding; None: all.
@@ -65,8 +139,8 @@ def measured(format: str, k: Tensor, q: Tensor | None = None, real: Tensor | Non
     rows = (used & (position > SINKS) & (position <= MOST)).flatten().nonzero().squeeze(1)
     if len(rows) < ENOUGH:
         return LayerPolicy(format)
-    moments = Moments()
-    moments.add(_rows(k, rows), None if q is None else _rows(q, rows))
+    moments = Moments(turns)
+    moments.add(_rows(k, rows), None if q is None else _rows(q, rows), position.flatten()[rows] - 1)
     return moments.layer(format)
 
 

@@ -17,7 +17,7 @@ from ..policy import LayerPolicy, Policy, shipped
 from .attention import NAME, register
 from .layer import AuraLayer
 from .shared import Options, Shared
-from .support import head_dim, slots
+from .support import head_dim, slots, turns
 
 Formats = str | Path | Policy | Callable[[int, int], str]
 AUTO, AUTO_FORMAT = "auto", "k4v4"
@@ -67,6 +67,7 @@ class AuraCache(Cache):  # type: ignore[misc]
         )
         self._shared = Shared()
         options = Options(first, recent, rollback, centre and policy is None, auto, backend, precision)
+        turned = {sliding: turns(config, sliding) for sliding in (False, True)}
         made: list[Any] = []
         for slot in planned:
             if slot.other is not None:
@@ -74,7 +75,7 @@ class AuraCache(Cache):  # type: ignore[misc]
                 continue
             layer = next(policies)
             Format.parse(layer.format, dim)  # refuse now what the first tokens would
-            made.append(AuraLayer(layer, slot.window, options, self._shared))
+            made.append(AuraLayer(layer, slot.window, turned[slot.window is not None], options, self._shared))
         super().__init__(layers=made)
 
     @property

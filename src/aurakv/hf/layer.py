@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache import KVCache
-from ..calibrate import ENOUGH, LOST, measured, moved, widened
+from ..calibrate import ENOUGH, LOST, Turns, measured, moved, widened
 from ..codec import Codec, Format
 from ..errors import InputError
 from ..exact import Exact
@@ -39,9 +39,11 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False  # `generate` does not compile by itself; the forward of a model can be compiled
     is_croppable = True
 
-    def __init__(self, policy: LayerPolicy, window: int | None, options: Options, shared: Shared) -> None:
+    def __init__(
+        self, policy: LayerPolicy, window: int | None, turns: Turns | None, options: Options, shared: Shared
+    ) -> None:
         super().__init__()
-        self.policy, self.window, self.options, self.shared = policy, window, options, shared
+        self.policy, self.window, self.turns, self.options, self.shared = policy, window, turns, options, shared
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
         self.balance: Tensor | None = None  # [kv_heads, 1, dim]: keys are multiplied, queries divided by it
@@ -79,7 +81,8 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         dtype = torch.float32 if key_states.dtype == torch.float64 else key_states.dtype  # the widest that is stored
         policy = self.policy
         if centre and Format.parse(policy.format, (key_dim, value_states.shape[3]), dtype).key.coded:
-            policy = measured(policy.format, key_states, q, real)
+            turns = self.turns if self.turns is not None and self.turns.dim == key_dim else None
+            policy = measured(policy.format, key_states, q, real, turns)
         if q is not None and scoring is not None:
             policy = self._guarded(policy, key_states, q, real, scoring)
         format = Format.parse(policy.format, (key_dim, value_states.shape[3]), dtype)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
+from ..calibrate import Turns
 from ..errors import InputError
 
 _OURS = ("full_attention", "sliding_attention")
@@ -73,6 +75,23 @@ def shapes(config: PreTrainedConfig) -> list[Shape | None]:
         None if slot.other is not None else Shape(_kv_heads(layer), _dims(layer), slot.window)
         for slot, layer in zip(planned, layers, strict=True)
     ]
+
+
+def turns(config: PreTrainedConfig, sliding: bool) -> Turns | None:
+    """How positions turn keys in layers with or without a window; None where the config does not say.
+
+    Variants that stretch long contexts turn some channels more slowly than this; taking them for faster costs some of
+    what offsets give, and nothing else.
+    """
+    config = config.get_text_config(decoder=True)
+    found = getattr(config, "rope_parameters", None) or {}
+    found = found.get("sliding_attention" if sliding else "full_attention", found)
+    dim, _ = _dims(config)
+    turned = int(dim * (found.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0))
+    if not found.get("rope_theta") or dim % 2 or not 0 < turned <= dim or turned % 2:
+        return None
+    angles = found["rope_theta"] ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+    return Turns.half(angles, dim, getattr(config, "max_position_embeddings", None) or 0)
 
 
 def _kv_heads(config: PreTrainedConfig) -> int:
