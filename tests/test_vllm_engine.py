@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from vllm_prompts import BEGINNINGS, LENGTH, TEXT
 
 from aurakv import models
 from aurakv.policy import LayerPolicy, Policy
@@ -22,17 +23,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 pytestmark = pytest.mark.vllm
-
-LENGTH = 2048
-TEXT = (Path(__file__).parents[1] / "LICENSE").read_text("utf-8")  # does not change
-BEGINNINGS = (
-    "The capital of France is",
-    "Once upon a time, in a village by the sea,",
-    "def fibonacci(n):",
-    "Water boils at a temperature of",
-    TEXT[:2500],
-    TEXT[3000:6000],
-)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from vllm_prompts import BEGINNINGS, LENGTH, TEXT
 
 from aurakv import models
 
@@ -22,17 +23,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from serving import Server, prompts, speed  # noqa: E402
 
 pytestmark = pytest.mark.vllm
-
-LENGTH = 2048
-TEXT = (ROOT / "LICENSE").read_text("utf-8")  # does not change
-BEGINNINGS = (
-    "The capital of France is",
-    "Once upon a time, in a village by the sea,",
-    "def fibonacci(n):",
-    "Water boils at a temperature of",
-    TEXT[:2500],
-    TEXT[3000:6000],
-)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +17,7 @@ from .pages import Pages
 from .partial import Partial, join, merge
 from .pool import PagePool
 from .scoring import Scoring
+from .steps import Call, check_queries, check_step, exact_scoring, in_pieces, longest, own_scoring
 from .table import Kept, Table, round_up
 
 
@@ -216,8 +214,8 @@ class KVCache:
 
         Without a scoring everything is visible, in a ring its window and sinks.
         """
-        call = _Call(self._scoring(scoring), sink_logits, splits, precision)
-        self._check_queries(q, call)
+        call = Call(self._scoring(scoring), sink_logits, splits, precision)
+        check_queries(q, self.pages, call)
         bounds = self._bounds(starts, q.shape[0])
         self._refresh()
         self._check_reach(bounds, call.scoring)
@@ -236,43 +234,26 @@ class KVCache:
         precision: str = "fast",
     ) -> Partial:
         """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
-        call = _Call(self._scoring(scoring), sink_logits, splits, precision)
+        call = Call(self._scoring(scoring), sink_logits, splits, precision)
         kind = None if torch.is_grad_enabled() or sink_logits is not None else (_kind(q), _kind(k), _kind(v), *call[2:])
         if kind is None or kind != self._known_kind:
-            self._check_step(q, k, v, call)
+            check_step(q, k, v, self.pages, call)
             self._known_kind, self._fused = kind, self._find_fused(q.dtype)
         bounds = self._bounds(starts, k.shape[0])
         self._refresh()
         self._make_room(bounds)
-        kept, longest = self._table.kept, _longest(bounds)
-        if kept is None or longest <= kept.chunk:
+        kept = self._table.kept
+        if kept is None or longest(bounds) <= kept.chunk:
             return self._step(q, k, v, bounds, call)
-        out, lse = q.new_empty(*q.shape[:2], self.format.value.dim), None
-        for lo in range(0, longest, kept.chunk):
-            rows: list[int] = []
-            piece = [0]
-            for a, b in itertools.pairwise(bounds):
-                rows += range(min(a + lo, b), min(a + lo + kept.chunk, b))
-                piece.append(len(rows))
-            at = torch.tensor(rows, device=q.device)
-            part = self._step(q[at], k[at], v[at], piece, call)
-            lse = part.lse.new_empty(q.shape[:2]) if lse is None else lse
-            out[at], lse[at] = part
-        assert lse is not None
-        return Partial(out, lse)
+        return in_pieces(lambda q, k, v, piece: self._step(q, k, v, piece, call), q, k, v, bounds, kept.chunk)
 
     # change what is there
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
         """Make room for this many more tokens in every sequence (or in each its own), so that no append has to."""
-        new = [tokens] * self.seqs if isinstance(tokens, int) else list(tokens)
-        if len(new) != self.seqs or not all(isinstance(n, int) and n >= 0 for n in new):
-            raise InputError(f"reserve needs {self.seqs} whole numbers of at least 0, got {new}")
-        bounds = [0]
-        for n in new:
-            bounds.append(bounds[-1] + n)
+        new = checks.reserve(tokens, self.seqs)
         self._refresh()
-        self._make_room(bounds)
+        self._make_room([0, *itertools.accumulate(new)])
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
@@ -284,8 +265,7 @@ class KVCache:
         """Raise what `truncate` would raise and change nothing: for those who truncate several sequences or caches."""
         self.sync()
         self._table.check_seq(seq)
-        if not (isinstance(length, int) and 0 <= length <= self._table.lengths[seq]):
-            raise InputError(f"sequence {seq} can be truncated to 0 … {self._table.lengths[seq]} tokens, got {length}")
+        checks.truncate(seq, length, self._table.lengths[seq])
         for table in self._tables:
             table.check_rollback(seq, length)
 
@@ -301,7 +281,7 @@ class KVCache:
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Sequence i becomes what sequence index[i] was. The index may repeat, drop or add sequences."""
-        chosen = index.tolist() if isinstance(index, Tensor) else list(index)
+        chosen = checks.listed(index)
         for seq in chosen:
             self._table.check_seq(seq)
         self.sync()
@@ -333,25 +313,13 @@ class KVCache:
             self.sync()
 
     def _bounds(self, starts: Starts, tokens: int) -> list[int]:
-        given = starts.tolist() if isinstance(starts, Tensor) else starts
-        return checks.bounds("starts", given, self.seqs, tokens)
+        return checks.bounds("starts", starts, self.seqs, tokens)
 
     def _scoring(self, given: Scoring | None) -> Scoring:
         """What a scoring becomes in this cache; the last one is remembered."""
         if self._known_scoring is None or self._known_scoring[0] is not given:
             self._known_scoring = (given, own_scoring(given, self._table.kept, self.exact))
         return self._known_scoring[1]
-
-    def _check_queries(self, q: Tensor, call: _Call) -> None:
-        checks.queries(q, self.pool.kv_heads, self.format.key.dim, self.pool.device)
-        checks.logits(call.sink_logits, q.shape[1], self.pool.device)
-        checks.options(call.precision, call.splits)
-
-    def _check_step(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> None:
-        self._check_queries(q, call)
-        checks.new_tokens(k, v, self.pages)
-        if q.shape[0] != k.shape[0]:
-            raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
 
     def _check_reach(self, bounds: list[int], scoring: Scoring) -> None:
         """Every key that a query may see must still be held."""
@@ -394,9 +362,9 @@ class KVCache:
         ops.append(exact.pages, k, v, piece, backend=self.backend)
         exact.advance(piece)
 
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call) -> Partial:
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call) -> Partial:
         exact = self._exact_table
-        short = exact is None or exact.kept is None or _longest(bounds) <= exact.kept.chunk
+        short = exact is None or exact.kept is None or longest(bounds) <= exact.kept.chunk
         if short and self._fused is not None:
             return self._step_fused(self._fused, q, k, v, bounds, call)
         self._append(k, v, bounds)
@@ -404,7 +372,7 @@ class KVCache:
             self._append_exact(k, v, bounds)
             return self._attend(q, bounds, call)
         # Many new tokens: the exact ones are among those held so far and the new ones themselves.
-        scoring, dtype = _exact(call.scoring), self.exact.dtype
+        scoring, dtype = exact_scoring(call.scoring), self.exact.dtype
         ends = self._table.lengths
         parts = (
             self._attend_table(q, self._table, bounds, call),
@@ -415,7 +383,7 @@ class KVCache:
         return merge(*parts)
 
     def _step_fused(
-        self, step: Callable[..., Partial], q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: _Call
+        self, step: Callable[..., Partial], q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call
     ) -> Partial:
         """Append and attend in one call, which also gives the exact tokens to a ring of recent ones."""
         exact, ring = self._exact_table, self.exact.recent > 0
@@ -440,14 +408,14 @@ class KVCache:
         chosen = backends.select(self.backend, self.format, self.pool.device, dtype)
         return getattr(chosen, "step", None)
 
-    def _attend(self, q: Tensor, bounds: list[int], call: _Call) -> Partial:
+    def _attend(self, q: Tensor, bounds: list[int], call: Call) -> Partial:
         if self._exact_table is None:
             return self._attend_table(q, self._table, bounds, call)
-        exact = call._replace(scoring=_exact(call.scoring), sink_logits=None)  # sinks count once
+        exact = call._replace(scoring=exact_scoring(call.scoring), sink_logits=None)  # sinks count once
         coded = self._attend_table(q, self._table, bounds, call)
         return join(coded, self._attend_table(q, self._exact_table, bounds, exact))
 
-    def _attend_table(self, q: Tensor, table: Table, bounds: list[int], call: _Call) -> Partial:
+    def _attend_table(self, q: Tensor, table: Table, bounds: list[int], call: Call) -> Partial:
         return ops.attend(
             q,
             table.pages,
@@ -461,42 +429,6 @@ class KVCache:
         )
 
 
-class _Call(NamedTuple):
-    """The options of one attention call."""
-
-    scoring: Scoring
-    sink_logits: Tensor | None
-    splits: int | None
-    precision: str
-
-
-def own_scoring(given: Scoring | None, kept: Kept | None, exact: Exact) -> Scoring:
-    """By default a ring's own window; the exact tokens are always the cache's own."""
-    scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
-    if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
-        raise InputError(
-            f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
-            f" got a window of {scoring.window} and {scoring.sinks} sinks"
-        )
-    if kept is not None and not scoring.causal:
-        raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
-    if scoring.first or scoring.recent or scoring.exact:
-        raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
-    if not exact.first and not exact.recent:
-        return scoring
-    return _with_exact(scoring, exact.first, exact.recent)
-
-
-@functools.lru_cache(maxsize=256)  # every step asks for the same few
-def _with_exact(scoring: Scoring, first: int, recent: int) -> Scoring:
-    return dataclasses.replace(scoring, first=first, recent=recent)
-
-
-@functools.lru_cache(maxsize=256)
-def _exact(scoring: Scoring) -> Scoring:
-    return dataclasses.replace(scoring, exact=True)
-
-
 def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device] | None:
     """What has to be right about an argument, where no gradient can be asked for."""
     return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None
@@ -504,7 +436,3 @@ def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device] | None:
 
 def _sides(format: Format) -> tuple[Codec, Codec]:
     return format.key, format.value
-
-
-def _longest(bounds: list[int]) -> int:
-    return max((b - a for a, b in itertools.pairwise(bounds)), default=0)

@@ -121,12 +121,12 @@ def starts(name: str, given: Starts, seqs: int, tokens: int, device: torch.devic
             if given.device != device:
                 raise InputError(f"{name} must be on {device} or the CPU, got {given.device}")
             return given.to(torch.int32)
-        bounds(name, given.tolist(), seqs, tokens)
+        bounds(name, given, seqs, tokens)
         return given.to(device=device, dtype=torch.int32)
     return torch.tensor(bounds(name, given, seqs, tokens), dtype=torch.int32, device=device)
 
 
-def bounds(name: str, given: Sequence[int] | None, seqs: int, tokens: int) -> list[int]:
+def bounds(name: str, given: Starts, seqs: int, tokens: int) -> list[int]:
     """Row boundaries on the host: rising from 0 to the number of tokens; one token per sequence if None."""
     if given is None:
         if tokens != seqs:
@@ -134,7 +134,7 @@ def bounds(name: str, given: Sequence[int] | None, seqs: int, tokens: int) -> li
                 f"{tokens} tokens for {seqs} sequences need {name}: sequence i owns rows {name}[i]:{name}[i+1]"
             )
         return list(range(seqs + 1))
-    rows = _integers(name, given, seqs + 1)
+    rows = _integers(name, given.tolist() if isinstance(given, Tensor) else given, seqs + 1)
     rising = all(a <= b for a, b in itertools.pairwise(rows))
     if len(rows) != seqs + 1 or rows[0] != 0 or rows[-1] != tokens or not rising:
         raise InputError(f"{name} must rise from 0 to {tokens} tokens in {seqs + 1} numbers, got {rows}")
@@ -158,6 +158,19 @@ def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
     return torch.tensor(positions, dtype=torch.int32, device=lengths.device)
 
 
+def reserve(tokens: int | Sequence[int], seqs: int) -> list[int]:
+    """How many tokens each sequence shall have room for: one number for all, or one each."""
+    new = [tokens] * seqs if isinstance(tokens, int) else list(tokens)
+    if len(new) != seqs or not all(isinstance(n, int) and n >= 0 for n in new):
+        raise InputError(f"reserve needs {seqs} whole numbers of at least 0, got {new}")
+    return new
+
+
+def truncate(seq: int, length: int, most: int) -> None:
+    if not (isinstance(length, int) and 0 <= length <= most):
+        raise InputError(f"sequence {seq} can be truncated to 0 … {most} tokens, got {length}")
+
+
 def options(precision: str, splits: int | None) -> None:
     if precision not in PRECISIONS:
         raise InputError(f"precision must be one of {list(PRECISIONS)}, got {precision!r}")
@@ -173,6 +186,10 @@ def workspace(given: Tensor | None, needed: int, device: torch.device) -> None:
             f"workspace must be contiguous uint8 with at least {needed} bytes on {device},"
             f" got {given.dtype} with {given.numel()} on {given.device}"
         )
+
+
+def listed(given: Sequence[int] | Tensor) -> list[int]:
+    return given.tolist() if isinstance(given, Tensor) else list(given)
 
 
 def _integers(name: str, given: Sequence[int], count: int) -> list[int]:

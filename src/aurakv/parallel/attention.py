@@ -20,19 +20,12 @@ from .. import ops
 from ..pages import Pages
 from ..partial import Partial, merge
 from ..scoring import Scoring
+from ..steps import Call, exact_scoring
 from ..table import Table
 from .share import Share, entries, seen
 
 if TYPE_CHECKING:
     from .sharded import ShardedCache
-
-
-class Call(NamedTuple):
-    """The options of one attention call."""
-
-    scoring: Scoring
-    splits: int | None
-    precision: str
 
 
 class Piece(NamedTuple):
@@ -48,7 +41,7 @@ def attend_share(cache: ShardedCache, q: Tensor, bounds: list[int], call: Call) 
     """q [tokens, heads, dim], the last tokens of each sequence, over what this rank holds."""
     total = _Total(q, cache.format.value.dim)
     for table, exact in zip(cache.local._tables, (False, True), strict=False):
-        scoring = dataclasses.replace(call.scoring, exact=exact)
+        scoring = exact_scoring(call.scoring) if exact else call.scoring
         for wanted, pieces in _calls(cache, table, bounds, scoring):
             if whole := _whole(table, pieces, bounds):
                 rows, pages, starts = None, table.pages, bounds

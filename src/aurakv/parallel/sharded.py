@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checks
-from ..cache import KVCache, own_scoring
+from ..cache import KVCache
 from ..checks import Starts
 from ..codec import Format
 from ..errors import CapacityError, InputError
@@ -20,8 +20,9 @@ from ..exact import Exact
 from ..partial import Partial, merge, sink
 from ..pool import PagePool
 from ..scoring import Scoring
+from ..steps import Call, check_queries, check_step, in_pieces, own_scoring
 from ..table import MAX_LENGTH, Kept, Table, round_up
-from .attention import Call, attend_share
+from .attention import attend_share
 from .collective import merged
 from .group import Group
 from .share import Share
@@ -224,8 +225,8 @@ class ShardedCache:
         precision: str = "fast",
     ) -> Partial:
         """Attention of the last tokens of each sequence, q [tokens, heads, dim], over what all ranks hold."""
-        call = Call(own_scoring(scoring, self.whole.kept, self.whole.exact), splits, precision)
-        self._check_queries(q, sink_logits, call)
+        call = Call(own_scoring(scoring, self.whole.kept, self.whole.exact), sink_logits, splits, precision)
+        check_queries(q, self.local.pages, call)
         bounds = self._bounds(starts, q.shape[0])
         for seq, length in enumerate(self._lengths):
             queries = bounds[seq + 1] - bounds[seq]
@@ -251,48 +252,29 @@ class ShardedCache:
         precision: str = "fast",
     ) -> Partial:
         """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
-        call = Call(own_scoring(scoring, self.whole.kept, self.whole.exact), splits, precision)
-        self._check_queries(q, sink_logits, call)
-        checks.new_tokens(k, v, self.local.pages)
-        if q.shape[0] != k.shape[0]:
-            raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+        call = Call(own_scoring(scoring, self.whole.kept, self.whole.exact), sink_logits, splits, precision)
+        check_step(q, k, v, self.local.pages, call)
         bounds = self._bounds(starts, k.shape[0])
         new = [b - a for a, b in itertools.pairwise(bounds)]
         self._make_room(new)
-        chunk, longest = self.whole.chunk, max(new, default=0)
-        if not self._windowed or longest <= chunk:
-            self._append(k, v, bounds)
-            return self._finish(attend_share(self, q, bounds, call), sink_logits)
-        out, lse = q.new_empty(*q.shape[:2], self.format.value.dim), None
-        for lo in range(0, longest, chunk):
-            rows: list[int] = []
-            piece = [0]
-            for a, b in itertools.pairwise(bounds):
-                rows += range(min(a + lo, b), min(a + lo + chunk, b))
-                piece.append(len(rows))
-            at = torch.tensor(rows, device=q.device)
-            self._append(k[at], v[at], piece)
-            part = attend_share(self, q[at], piece, call)
-            lse = part.lse.new_empty(q.shape[:2]) if lse is None else lse
-            out[at], lse[at] = part
-        assert lse is not None
-        return self._finish(Partial(out, lse), sink_logits)
+        if not self._windowed or max(new, default=0) <= self.whole.chunk:
+            part = self._step(q, k, v, bounds, call)
+        else:
+            part = in_pieces(lambda q, k, v, piece: self._step(q, k, v, piece, call), q, k, v, bounds, self.whole.chunk)
+        return self._finish(part, sink_logits)
 
     # change what is there
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
         """Make room for this many more tokens in every sequence (or in each its own), so that no append has to."""
-        new = [tokens] * self.seqs if isinstance(tokens, int) else list(tokens)
-        if len(new) != self.seqs or not all(isinstance(n, int) and n >= 0 for n in new):
-            raise InputError(f"reserve needs {self.seqs} whole numbers of at least 0, got {new}")
+        new = checks.reserve(tokens, self.seqs)
         self._make_room(new)
         self.local.reserve(self._counts(new))
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
         self.local._table.check_seq(seq)
-        if not (isinstance(length, int) and 0 <= length <= self._lengths[seq]):
-            raise InputError(f"sequence {seq} can be truncated to 0 … {self._lengths[seq]} tokens, got {length}")
+        checks.truncate(seq, length, self._lengths[seq])
         if self._windowed and 0 < length < self._highest[seq] - self._rollback:
             raise CapacityError(
                 f"sequence {seq} has been {self._highest[seq]} tokens long and can be rolled back by"
@@ -314,7 +296,7 @@ class ShardedCache:
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Sequence i becomes what sequence index[i] was. The index may repeat, drop or add sequences."""
-        chosen = index.tolist() if isinstance(index, Tensor) else list(index)
+        chosen = checks.listed(index)
         self.local.reorder(chosen)
         self._lengths = [self._lengths[seq] for seq in chosen]
         self._highest = [self._highest[seq] for seq in chosen]
@@ -336,14 +318,7 @@ class ShardedCache:
         return min([*limits, exact.rollback] if exact.recent else limits)
 
     def _bounds(self, starts: Starts, tokens: int) -> list[int]:
-        given = starts.tolist() if isinstance(starts, Tensor) else starts
-        return checks.bounds("starts", given, self.seqs, tokens)
-
-    def _check_queries(self, q: Tensor, sink_logits: Tensor | None, call: Call) -> None:
-        device = self.local.pool.device
-        checks.queries(q, self.local.pool.kv_heads, self.format.key.dim, device)
-        checks.logits(sink_logits, q.shape[1], device)
-        checks.options(call.precision, call.splits)
+        return checks.bounds("starts", starts, self.seqs, tokens)
 
     def _make_room(self, new: list[int]) -> None:
         """Room on every rank, or a refusal on every rank. Fixed pools may differ, so their ranks ask each other; only
@@ -391,6 +366,10 @@ class ShardedCache:
         for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
             self._lengths[seq] += b - a
             self._highest[seq] = max(self._highest[seq], self._lengths[seq])
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call) -> Partial:
+        self._append(k, v, bounds)
+        return attend_share(self, q, bounds, call)
 
     def _finish(self, part: Partial, sink_logits: Tensor | None) -> Partial:
         part = merged(part, self._group)

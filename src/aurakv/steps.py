@@ -1,0 +1,100 @@
+"""What attending with a cache has in common, whether one process holds it or many: checks, scorings, pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .errors import InputError
+from .exact import Exact
+from .pages import Pages
+from .partial import Partial
+from .scoring import Scoring
+from .table import Kept
+
+
+class Call(NamedTuple):
+    """The options of one attention call."""
+
+    scoring: Scoring
+    sink_logits: Tensor | None
+    splits: int | None
+    precision: str
+
+
+def check_queries(q: Tensor, pages: Pages, call: Call) -> None:
+    device = pages.data.device
+    checks.queries(q, pages.kv_heads, pages.format.key.dim, device)
+    checks.logits(call.sink_logits, q.shape[1], device)
+    checks.options(call.precision, call.splits)
+
+
+def check_step(q: Tensor, k: Tensor, v: Tensor, pages: Pages, call: Call) -> None:
+    check_queries(q, pages, call)
+    checks.new_tokens(k, v, pages)
+    if q.shape[0] != k.shape[0]:
+        raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+
+
+def in_pieces(
+    step: Callable[[Tensor, Tensor, Tensor, list[int]], Partial],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    chunk: int,
+) -> Partial:
+    """Take at most `chunk` tokens of each sequence at once, so that each query still sees its whole window."""
+    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), None
+    for lo in range(0, longest(bounds), chunk):
+        rows: list[int] = []
+        piece = [0]
+        for a, b in itertools.pairwise(bounds):
+            rows += range(min(a + lo, b), min(a + lo + chunk, b))
+            piece.append(len(rows))
+        at = torch.tensor(rows, device=q.device)
+        part = step(q[at], k[at], v[at], piece)
+        lse = part.lse.new_empty(q.shape[:2]) if lse is None else lse
+        out[at], lse[at] = part
+    assert lse is not None
+    return Partial(out, lse)
+
+
+def longest(bounds: list[int]) -> int:
+    """The most rows that one sequence has."""
+    return max((b - a for a, b in itertools.pairwise(bounds)), default=0)
+
+
+def own_scoring(given: Scoring | None, kept: Kept | None, exact: Exact) -> Scoring:
+    """By default a ring's own window; the exact tokens are always the cache's own."""
+    scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
+    if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
+        raise InputError(
+            f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
+            f" got a window of {scoring.window} and {scoring.sinks} sinks"
+        )
+    if kept is not None and not scoring.causal:
+        raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
+    if scoring.first or scoring.recent or scoring.exact:
+        raise InputError("a cache has its own exact tokens: the scoring must not name first, recent or exact")
+    if not exact.first and not exact.recent:
+        return scoring
+    return _with_exact(scoring, exact.first, exact.recent)
+
+
+@functools.lru_cache(maxsize=256)  # every step asks for the same few
+def _with_exact(scoring: Scoring, first: int, recent: int) -> Scoring:
+    return dataclasses.replace(scoring, first=first, recent=recent)
+
+
+@functools.lru_cache(maxsize=256)
+def exact_scoring(scoring: Scoring) -> Scoring:
+    """The same for the keys that are used uncompressed."""
+    return dataclasses.replace(scoring, exact=True)
