@@ -21,8 +21,8 @@ const Isa* const ISAS[] = {
     &isa_generic};
 constexpr int ISA_COUNT = sizeof ISAS / sizeof *ISAS;
 
-constexpr int64_t MIN_CHUNK = 2048;        // tokens a piece of a sequence has at least …
-constexpr int64_t PIECES = 128;            // … and about how many pieces a call is cut into
+constexpr int64_t CHUNK = 2048;            // sequences longer than this are cut into pieces of 1,024 tokens or more …
+constexpr int64_t PIECES = 128;            // … until a call has this many
 constexpr int64_t SERIAL_WORK = 3'000'000; // multiplications below which one thread is faster
 constexpr int64_t SPAWN_WORK = 200'000'000;  // the same where threads must be started for the call
 
@@ -59,9 +59,12 @@ template <class Body> void for_each(const Threads& threads, int64_t count, int64
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// A power of two, so that 2 or 4 threads get equal shares of an odd number of heads, too.
 int64_t auto_splits(int64_t groups, int64_t visible) {
-  const int64_t most = divide_up(visible, MIN_CHUNK), wanted = divide_up(PIECES, groups);
-  return wanted < most ? wanted : most;
+  const int64_t most = divide_up(visible, CHUNK), wanted = divide_up(PIECES, groups);
+  int64_t splits = 1;
+  while (splits < most && splits < wanted) splits *= 2;
+  return splits;
 }
 
 struct Plan {

@@ -5,7 +5,7 @@
 
 namespace aura {
 
-constexpr int AURA_VERSION = 3;  // raise with every change of a structure below; backends/native/abi.py has the same
+constexpr int AURA_VERSION = 4;  // raise with every change of a structure below; backends/native/abi.py has the same
 constexpr int MAX_CODED_DIM = 1024;
 constexpr int ROWS = 64;          // query rows (query x head of a group) that share one pass over the keys
 constexpr int TILE = 64;          // tokens whose scores are held at once
@@ -68,6 +68,7 @@ struct Attend {
   const int32_t *starts, *ends;
   int64_t tokens, heads, seqs;
   const float* sink;              // [heads] or null
+  const float* balance;           // null, or [kv_heads, key dim]: queries are divided by it
   double scale;
   int64_t causal, window, sinks;  // window 0: none
   double softcap;                 // 0: none
@@ -94,6 +95,7 @@ struct Append {                   // vectors k, v or codes with scales, [tokens,
   const uint8_t *k, *v;
   int64_t k_dtype, v_dtype, k_token, k_head, v_token, v_head;
   const uint8_t *k_scales, *v_scales;  // only with codes
+  const float* balance;           // null, or [kv_heads, key dim]: keys are multiplied by it
   int64_t coded;                  // k and v are codes (contiguous)
   const int32_t* starts;
   int64_t tokens;

@@ -124,9 +124,9 @@ inline void encode_tile(const Codec& c, const float* rows, int64_t pad, int coun
   for (int i = 0; i < count; i++) if (to[i]) store_float(scale_to[i], c.dtype, 0, scales[i]);
 }
 
-// Vectors [first, first + count) of x [n, heads, dim], count at most 16
+// Vectors [first, first + count) of x [n, heads, dim], count at most 16; each becomes x · factor − offset
 inline void encode_rows(const Codec& c, const uint8_t* x, int64_t dtype, int64_t token, int64_t head, int64_t heads,
-                        const float* offset, int64_t first, int64_t count, uint8_t* const* to, void* const* scale_to) {
+                        const float* factor, const float* offset, int64_t first, int64_t count, uint8_t* const* to, void* const* scale_to) {
   static thread_local Scratch scratch;
   const int64_t pad = round_up(c.dim, 16);
   float* rows = (float*)scratch.need(16 * pad * 4);
@@ -134,6 +134,7 @@ inline void encode_rows(const Codec& c, const uint8_t* x, int64_t dtype, int64_t
     const int64_t t = (first + i) / heads, h = (first + i) % heads;
     if (!to[i]) { memset(rows + i * pad, 0, 4 * c.dim); continue; }
     load_floats(x + (t * token + h * head) * size_of(dtype), dtype, c.dim, rows + i * pad);
+    if (factor) for (int64_t d = 0; d < c.dim; d++) rows[i * pad + d] *= factor[h * c.dim + d];
     if (offset) for (int64_t d = 0; d < c.dim; d++) rows[i * pad + d] -= offset[h * c.dim + d];
     if (c.bits == 16) store_floats(to[i], c.dtype, c.dim, rows + i * pad);
   }
@@ -147,7 +148,7 @@ inline void encode_range(const Encode& a, int64_t first, int64_t count) {
     to[i] = a.codes + (first + i) * a.codec->row_bytes;
     scale_to[i] = (uint8_t*)a.scales + (first + i) * a.codec->scale_bytes;
   }
-  encode_rows(*a.codec, a.x, a.dtype, a.token, a.head, a.heads, a.offset, first, count, to, scale_to);
+  encode_rows(*a.codec, a.x, a.dtype, a.token, a.head, a.heads, nullptr, a.offset, first, count, to, scale_to);
 }
 
 // Tokens and heads [first, first + count) into their slots (page · page_size + row, or −1: not kept).
@@ -172,7 +173,8 @@ inline void append_range(const Append& a, const int64_t* slots, int64_t first, i
     }
     if (a.coded) continue;
     encode_rows(c, side ? a.v : a.k, side ? a.v_dtype : a.k_dtype, side ? a.v_token : a.k_token,
-                side ? a.v_head : a.k_head, p.kv_heads, side ? p.value_offset : p.key_offset, first, count, to, scale_to);
+                side ? a.v_head : a.k_head, p.kv_heads, side ? nullptr : a.balance,
+                side ? p.value_offset : p.key_offset, first, count, to, scale_to);
   }
 }
 

@@ -76,10 +76,12 @@ inline void load_queries(Work& w) {
   const Attend& a = w.a;
   const double scale = a.scale * (a.softcap > 0 ? 1.0 : 1.4426950408889634);
   const float* offset = a.pages && a.pages->key_offset ? a.pages->key_offset + w.g.kv_head * w.dk : nullptr;
+  const float* balance = a.balance ? a.balance + w.g.kv_head * w.dk : nullptr;
   for (int64_t r = 0; r < w.rows; r++) {
     float* q = w.q + r * w.k_pad;
     const int64_t at = w.token(r) * a.q_token + w.head(r) * a.q_head;
     load_floats((const char*)a.q + at * size_of(a.dtype), a.dtype, w.dk, q);
+    if (balance) for (int64_t d = 0; d < w.dk; d++) q[d] /= balance[d];
     if (w.exact_scores()) {
       double *x = w.q64 + r * w.k_pad, shift = 0;
       for (int64_t d = 0; d < w.dk; d++) x[d] = q[d] * scale;

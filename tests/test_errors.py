@@ -440,6 +440,11 @@ CACHES = [
             ("step precision", lambda c: c.step(queries(2), K2, V2, precision="x"), ("precision", "'x'")),
             ("step splits", lambda c: c.step(queries(2), K2, V2, splits=-1), ("splits", "-1")),
             ("step sinks", lambda c: c.step(queries(2), K2, V2, sink_logits=ramp(4, 1)), ("[4]", "[4, 1]")),
+            (
+                "step balance",
+                lambda c: c.step(queries(2), K2, V2, balance=ramp(2, 8)),
+                ("balance must be [2, 16]", "[2, 8]"),
+            ),
             ("step grad", lambda c: c.step(queries(2), with_grad(K2), V2), ("k requires grad",)),
             ("truncate seq", lambda c: c.truncate(2, 0), ("sequences 0 … 1", "got 2")),
             ("truncate negative seq", lambda c: c.truncate(-1, 0), ("sequences 0 … 1", "got -1")),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 import multiprocessing
 import os
+import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import native_fuzz
@@ -199,6 +202,26 @@ def test_a_step_is_append_and_attend(name, kind, exact):
             assert torch.equal(ours.scale, theirs.scale)
 
 
+@pytest.mark.parametrize("exact", [None, kv.Exact(4, 0, torch.float32), kv.Exact(3, 9, torch.float32)], ids=str)
+@pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
+@pytest.mark.parametrize("name", [*NAMES, "reference"])
+def test_a_balance_moves_from_queries_to_keys(name, kind, exact):
+    """The same as keys multiplied and queries divided by hand, whatever stores them; the balance may change."""
+    torch.manual_seed(5)
+    given, by_hand, _ = step_caches(name, kind, exact)
+    for balance in (torch.rand(2, 64) * 4 + 0.25, torch.rand(2, 64) + 0.5):
+        for counts in ([5, 0, 1], [1, 1, 1], [1, 1, 1], [2, 3, 12], [1, 1, 1]):
+            starts = native_fuzz.starts_of(counts) if counts[0] != 1 else None
+            tokens = sum(counts)
+            q, k, v = torch.randn(tokens, 6, 64), *torch.randn(2, tokens, 2, 64)
+            part = given.step(q, k, v, starts, balance=balance, precision="exact")
+            divided = q / balance.repeat_interleave(3, 0)
+            wanted = by_hand.step(divided, k * balance, v, starts, precision="exact")
+            torch.testing.assert_close(part, wanted, rtol=1e-5, atol=1e-5)
+    for seq in range(3):
+        assert torch.equal(given.codes(seq)[0].data, by_hand.codes(seq)[0].data)
+
+
 def test_a_step_remembers_no_address_too_long():
     """Arguments of the same kind at other addresses, other kinds in between, and pages that grow."""
     torch.manual_seed(4)
@@ -211,6 +234,24 @@ def test_a_step_remembers_no_address_too_long():
         got = cache.step(q.to(dtype), k, v, precision=precision).out
         other.append(k, v)
         torch.testing.assert_close(got, other.attend(q.to(dtype).clone(), precision=precision).out)
+
+
+def test_a_prepared_step_belongs_to_its_cache():
+    """A copy computes on its own memory, and old pages are not kept once they have grown."""
+    torch.manual_seed(6)
+    q, k, v = torch.randn(1, 4, 64), *torch.randn(2, 1, 2, 64)
+    with torch.inference_mode():
+        cache = kv.KVCache.contiguous(kv.Format.parse("k4v4", 64), 1, 2, exact=kv.Exact(1))
+        for _ in range(3):
+            cache.step(q, k, v)
+        for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            before = cache.codes(0)[0].data.clone()
+            other.step(-q, -k, v)
+            assert (cache.lengths, other.lengths) == ([3], [4])
+            assert torch.equal(cache.codes(0)[0].data, before)
+        old = weakref.ref(cache.pages)
+        cache.append(k.expand(100, 2, 64), v.expand(100, 2, 64), [0, 100])
+        assert old() is None
 
 
 def test_damaged_exact_tokens():

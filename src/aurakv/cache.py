@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,18 @@ from .pages import Pages
 from .partial import Partial, join, merge
 from .pool import PagePool
 from .scoring import Scoring
-from .steps import Call, check_queries, check_step, exact_scoring, in_pieces, longest, own_scoring
+from .steps import (
+    Call,
+    Prepared,
+    balanced,
+    check_queries,
+    check_step,
+    exact_scoring,
+    in_pieces,
+    longest,
+    own_scoring,
+    step_kind,
+)
 from .table import Kept, Table, round_up
 
 
@@ -30,8 +42,7 @@ class KVCache:
         self._exact_table = self.exact.table(table)
         self._on_cpu = table.pool.device.type == "cpu"
         self._known_scoring: tuple[Scoring | None, Scoring] | None = None  # as last given, and what became of it
-        self._known_kind: tuple[object, ...] | None = None  # of arguments of `step` that were found right
-        self._fused: Callable[..., Partial] | None = None  # what computes them
+        self._prepared: Prepared | None = None  # the last step of single tokens
         for made in self._tables if backend is not None else []:  # now, not after an append has taken pages
             backends.select(backend, made.pool.format, made.pool.device)
 
@@ -229,22 +240,33 @@ class KVCache:
         starts: Starts = None,
         scoring: Scoring | None = None,
         *,
+        balance: Tensor | None = None,
         sink_logits: Tensor | None = None,
         splits: int | None = None,
         precision: str = "fast",
     ) -> Partial:
-        """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
-        call = Call(self._scoring(scoring), sink_logits, splits, precision)
-        kind = None if torch.is_grad_enabled() or sink_logits is not None else (_kind(q), _kind(k), _kind(v), *call[2:])
-        if kind is None or kind != self._known_kind:
+        """Append tokens and attend with their queries. However many they are, each query sees its whole window.
+
+        A `balance` [kv_heads, dim] changes no score: keys are stored multiplied, queries divided by it.
+        """
+        kind = step_kind(q, k, v, scoring, splits, precision) if starts is None else None
+        prepared = self._prepared
+        if kind is not None and prepared is not None and prepared.serves(kind, sink_logits, balance):
+            call, bounds = prepared.call, prepared.bounds
+        else:
+            prepared = None
+            call = Call(self._scoring(scoring), sink_logits, splits, precision, balance)
             check_step(q, k, v, self.pages, call)
-            self._known_kind, self._fused = kind, self._find_fused(q.dtype)
-        bounds = self._bounds(starts, k.shape[0])
+            bounds = self._bounds(starts, k.shape[0])
         self._refresh()
         self._make_room(bounds)
+        if prepared is not None and prepared is self._prepared:
+            part = prepared.run(q, k, v, sink_logits)
+            self._advance(bounds)
+            return part
         kept = self._table.kept
         if kept is None or longest(bounds) <= kept.chunk:
-            return self._step(q, k, v, bounds, call)
+            return self._step(q, k, v, bounds, call, kind)
         return in_pieces(lambda q, k, v, piece: self._step(q, k, v, piece, call), q, k, v, bounds, kept.chunk)
 
     # change what is there
@@ -303,6 +325,15 @@ class KVCache:
 
     # inside
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy takes over: not the addresses in a prepared step."""
+        return {**self.__dict__, "_prepared": None}
+
+    @property
+    def _both_pages(self) -> tuple[Pages, Pages | None]:
+        exact = self._exact_table
+        return self._table.pages, None if exact is None else exact.pages
+
     @property
     def _tables(self) -> list[Table]:
         return [self._table] if self._exact_table is None else [self._table, self._exact_table]
@@ -343,6 +374,8 @@ class KVCache:
             counts = [len(rows) for rows in self.exact.taken(bounds, exact.lengths)]
             if any(counts):
                 exact.make_room([0, *itertools.accumulate(counts)])
+        if self._prepared is not None and not self._prepared.reads(*self._both_pages):
+            self._prepared = None  # it would keep the memory of old pages
 
     def _append(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
         ops.append(self.pages, k, v, bounds, backend=self.backend)
@@ -362,11 +395,21 @@ class KVCache:
         ops.append(exact.pages, k, v, piece, backend=self.backend)
         exact.advance(piece)
 
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call) -> Partial:
+    def _step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: list[int],
+        call: Call,
+        kind: tuple[object, ...] | None = None,
+    ) -> Partial:
         exact = self._exact_table
         short = exact is None or exact.kept is None or longest(bounds) <= exact.kept.chunk
-        if short and self._fused is not None:
-            return self._step_fused(self._fused, q, k, v, bounds, call)
+        prepare = self._find_fused(q.dtype) if short else None
+        if prepare is not None:
+            return self._step_fused(prepare, q, k, v, bounds, call, kind)
+        q, k = balanced(q, k, call.balance)
         self._append(k, v, bounds)
         if exact is None or short:
             self._append_exact(k, v, bounds)
@@ -383,17 +426,36 @@ class KVCache:
         return merge(*parts)
 
     def _step_fused(
-        self, step: Callable[..., Partial], q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call
+        self,
+        prepare: Callable[..., Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: list[int],
+        call: Call,
+        kind: tuple[object, ...] | None,
     ) -> Partial:
-        """Append and attend in one call, which also gives the exact tokens to a ring of recent ones."""
-        exact, ring = self._exact_table, self.exact.recent > 0
+        """Append and attend in one call, which also gives the exact tokens to a ring of recent ones.
+
+        What it needs besides the addresses of its arguments is kept for the next step of the same kind.
+        """
+        ring = self.exact.recent > 0
         if not ring and not self._first_complete:
-            self._append_exact(k, v, bounds)
-        part = step(self._table.pages, None if exact is None else exact.pages, ring, q, k, v, bounds, *call)
-        self._table.advance(bounds)
-        if exact is not None and ring:
-            exact.advance(bounds)
+            self._append_exact(balanced(q, k, call.balance)[1], v, bounds)
+            kind = None
+        pages, beside = self._both_pages
+        run = prepare(pages, beside, ring, q, k, v, bounds, call.scoring, call.splits, call.precision, call.balance)
+        if kind is not None:
+            self._prepared = Prepared(kind, call, pages, beside, bounds, run)
+        part = run(q, k, v, call.sink_logits)
+        self._advance(bounds)
         return part
+
+    def _advance(self, bounds: list[int]) -> None:
+        """Follow what a fused step did."""
+        self._table.advance(bounds)
+        if self._exact_table is not None and self.exact.recent > 0:
+            self._exact_table.advance(bounds)
 
     @property
     def _first_complete(self) -> bool:
@@ -401,12 +463,12 @@ class KVCache:
         exact = self._exact_table
         return exact is None or (not self.exact.recent and min(exact.lengths, default=0) >= self.exact.first)
 
-    def _find_fused(self, dtype: torch.dtype) -> Callable[..., Partial] | None:
-        """The function of a backend that appends and attends in one call, if it has one."""
+    def _find_fused(self, dtype: torch.dtype) -> Callable[..., Any] | None:
+        """What prepares a call of the backend that appends and attends at once, if it has one."""
         if torch.compiler.is_compiling():
             return None
         chosen = backends.select(self.backend, self.format, self.pool.device, dtype)
-        return getattr(chosen, "step", None)
+        return getattr(chosen, "prepare_step", None)
 
     def _attend(self, q: Tensor, bounds: list[int], call: Call) -> Partial:
         if self._exact_table is None:
@@ -427,11 +489,6 @@ class KVCache:
             precision=call.precision,
             backend=self.backend,
         )
-
-
-def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device] | None:
-    """What has to be right about an argument, where no gradient can be asked for."""
-    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None
 
 
 def _sides(format: Format) -> tuple[Codec, Codec]:

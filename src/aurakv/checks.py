@@ -158,6 +158,12 @@ def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
     return torch.tensor(positions, dtype=torch.int32, device=lengths.device)
 
 
+def balance(x: Tensor, pages: Pages) -> None:
+    floating("balance", x, pages.data.device)
+    if x.shape != (pages.kv_heads, pages.format.key.dim):
+        raise InputError(f"balance must be [{pages.kv_heads}, {pages.format.key.dim}], got {list(x.shape)}")
+
+
 def reserve(tokens: int | Sequence[int], seqs: int) -> list[int]:
     """How many tokens each sequence shall have room for: one number for all, or one each."""
     new = [tokens] * seqs if isinstance(tokens, int) else list(tokens)

@@ -27,6 +27,24 @@ class Call(NamedTuple):
     sink_logits: Tensor | None
     splits: int | None
     precision: str
+    balance: Tensor | None = None  # [kv_heads, dim]: keys are multiplied, queries divided by it
+
+
+class Prepared(NamedTuple):
+    """A step that was found right, one token for each sequence, and what computes others of its kind."""
+
+    kind: tuple[object, ...]
+    call: Call
+    pages: Pages
+    beside: Pages | None
+    bounds: list[int]
+    run: Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]
+
+    def serves(self, kind: tuple[object, ...], sink_logits: Tensor | None, balance: Tensor | None) -> bool:
+        return kind == self.kind and sink_logits is self.call.sink_logits and balance is self.call.balance
+
+    def reads(self, pages: Pages, beside: Pages | None) -> bool:
+        return pages is self.pages and beside is self.beside
 
 
 def check_queries(q: Tensor, pages: Pages, call: Call) -> None:
@@ -41,6 +59,28 @@ def check_step(q: Tensor, k: Tensor, v: Tensor, pages: Pages, call: Call) -> Non
     checks.new_tokens(k, v, pages)
     if q.shape[0] != k.shape[0]:
         raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+    if call.balance is not None:
+        checks.balance(call.balance, pages)
+
+
+def step_kind(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[object, ...] | None:
+    """All that has to be right about a step and can be told in a moment; None where more must be looked at."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return None
+    return (
+        *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
+        *(v.shape, v.stride(), v.dtype, v.device, *options),
+    )
+
+
+def balanced(q: Tensor, k: Tensor, balance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys with the same scores, whose keys are easier to store."""
+    if balance is None:
+        return q, k
+    divided = q.unflatten(1, (k.shape[1], -1)) / balance[:, None].to(q.dtype)
+    return divided.flatten(1, 2), k * balance.to(k.dtype)
 
 
 def in_pieces(

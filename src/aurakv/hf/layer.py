@@ -46,7 +46,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         self.policy, self.window, self.turns, self.options, self.shared = policy, window, turns, options, shared
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
-        self.balance: Tensor | None = None  # [kv_heads, 1, dim]: keys are multiplied, queries divided by it
+        self.balance: Tensor | None = None  # [kv_heads, dim]: keys are multiplied, queries divided by it
         self.columns = Columns(0)
         self.pending: Step | None = None
         self.token = _enrol(self)
@@ -98,7 +98,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             self.cache = KVCache.ring(format, seqs, kv_heads, self.window, rollback=rollback, **options)
         if policy.balance is not None:
-            self.balance = policy.balance.to(device, key_states.dtype)[:, None]
+            self.balance = policy.balance.to(device, key_states.dtype)
         self.columns = Columns(seqs)
         self.dtype, self.device, self.is_initialized = key_states.dtype, device, True
 
@@ -193,22 +193,21 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         cache = self._ready(k, v, q, reach, scoring)
         seqs, heads, count, _ = q.shape
         real = self.shared.real(reach, self, count)
-        if self.balance is not None:
-            k = k * self.balance
-            q = (q.unflatten(1, (k.shape[1], -1)) / self.balance[:, None]).flatten(1, 2)
         q, k, v = _rows(q), _rows(k), _rows(v)
+        options: dict[str, Any] = {
+            "balance": self.balance,
+            "sink_logits": sink_logits,
+            "precision": self.options.precision,
+        }
         starts: list[int] | None
         if real is None:
             starts = None if count == 1 else [seq * count for seq in range(seqs + 1)]
-            out = cache.step(q, k, v, starts, scoring, sink_logits=sink_logits, precision=self.options.precision).out
+            out = cache.step(q, k, v, starts, scoring, **options).out
         else:
             starts = [0, *itertools.accumulate(real.sum(1).tolist())]
             at = real.flatten().nonzero().squeeze(1).to(q.device)
-            part = cache.step(
-                q[at], k[at], v[at], starts, scoring, sink_logits=sink_logits, precision=self.options.precision
-            )
             out = q.new_zeros(seqs * count, heads, v.shape[2])
-            out[at] = part.out
+            out[at] = cache.step(q[at], k[at], v[at], starts, scoring, **options).out
         self.columns.add(count, real)
         return out.view(seqs, count, heads, v.shape[2])
 
@@ -224,8 +223,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         length, offset = self.get_mask_sizes(count)
         past = self.columns.total - offset
         pool = cache.pool
-        if self.balance is not None:
-            k = k * self.balance
+        k = self._balanced(k)
         dense = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
         for seq, tokens in enumerate(cache.lengths):
             last = tokens + count - 1
@@ -240,7 +238,10 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
                 x[seq, :, at] = old[held].transpose(0, 1)
                 x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], *side, cache.backend))
         self._append(cache, k, v)
-        return dense[0] if self.balance is None else dense[0] / self.balance, dense[1]
+        return dense[0] if self.balance is None else dense[0] / self.balance[:, None], dense[1]
+
+    def _balanced(self, k: Tensor) -> Tensor:
+        return k if self.balance is None else k * self.balance[:, None]
 
     def _append(self, cache: KVCache, k: Tensor, v: Tensor) -> None:
         """All tokens are real; keys are balanced."""
@@ -253,7 +254,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.pending is not None:
             (k, v), self.pending = self.pending.new, None
             cache = self._ready(k, v)
-            self._append(cache, k if self.balance is None else k * self.balance, v)
+            self._append(cache, self._balanced(k), v)
 
     def _guarded(self, policy: LayerPolicy, k: Tensor, q: Tensor, real: Tensor | None, scoring: Scoring) -> LayerPolicy:
         """Look at one sequence: would its keys survive? If not, they get more bits, or the user one sentence."""

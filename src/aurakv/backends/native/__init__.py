@@ -8,6 +8,7 @@ float64 arguments are computed in float32. Threads are torch's own, their number
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -237,7 +238,7 @@ class Native:
         self._call("aura_attend", abi.pack_attend(source, x, k.shape[2], results, rows, scoring, (0, True, 0)))
         return Partial(out, lse) if q.dtype != torch.float64 else Partial(out.double(), lse.double())
 
-    def step(
+    def prepare_step(
         self,
         pages: Pages,
         beside: Pages | None,
@@ -247,42 +248,33 @@ class Native:
         v: Tensor,
         bounds: list[int],
         scoring: Scoring,
-        sink_logits: Tensor | None,
         splits: int | None,
         precision: str,
-    ) -> Partial:
-        """Append and attend in one call. Exact tokens lie in `beside`, if any, which may get the new tokens, too.
+        balance: Tensor | None,
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]:
+        """A function that appends and attends in one call, for arguments with just these shapes, strides and dtypes.
 
-        What a call of the same kind needs is packed once and remembered in the pages: between two tokens only the
-        addresses of the arguments change.
+        Exact tokens lie in `beside`, if any, which may get the new tokens, too. All is packed here but the addresses
+        of the arguments, the only thing that changes between two tokens.
         """
-        x, k, v = abi.plain(q), abi.plain(k), abi.plain(v)
-        kind = (
-            beside_too,
-            bounds,
-            x.shape,
-            x.stride(),
-            q.dtype,
-            k.stride(),
-            k.dtype,
-            v.stride(),
-            v.dtype,
-            scoring,
-            splits,
-            precision,
-        )
-        known = pages.__dict__.get("_native_step")
-        if known is None or known[0] is not beside or known[1] != kind:
-            starts = torch.tensor(bounds, dtype=torch.int32)
-            types, strides = (
-                (abi.DTYPES[k.dtype], abi.DTYPES[v.dtype]),
-                (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            )
-            append = abi.pack_append(pages, beside if beside_too else None, k, v, types, strides, (0, 0), starts)
-            attend = self._describe(pages, beside, q, x, (starts, pages.lengths), scoring, (splits, precision, 0))
-            known = (beside, kind, append, attend, starts)
-            object.__setattr__(pages, "_native_step", known)
-        return self._run(pages, known[2], known[3], q, x, k, v, sink_logits)
+        x, new_k, new_v = abi.plain(q), abi.plain(k), abi.plain(v)
+        starts = torch.tensor(bounds, dtype=torch.int32)
+        factors = None if balance is None else balance.to(torch.float32).contiguous()
+        types = (abi.DTYPES[new_k.dtype], abi.DTYPES[new_v.dtype])
+        strides = (new_k.stride(0), new_k.stride(1), new_v.stride(0), new_v.stride(1))
+        also = beside if beside_too else None
+        append = abi.pack_append(pages, also, new_k, new_v, types, strides, (0, 0), starts, factors)
+        options = (splits, precision, 0)
+        attend = self._describe(pages, beside, q, x, (starts, pages.lengths), scoring, options, factors)
+        as_they_are = x is q and new_k is k and new_v is v
+        held = (starts, factors, pages, beside)  # their addresses are packed
+
+        def step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
+            x = q if as_they_are else abi.plain(q)
+            k, v = (k, v) if as_they_are else (abi.plain(k), abi.plain(v))
+            return self._run(held[2], append, attend, q, x, k, v, sink_logits)
+
+        return step
 
     def _describe(
         self,
@@ -293,13 +285,14 @@ class Native:
         rows: tuple[Tensor, Tensor],
         scoring: Scoring,
         options: tuple[int | None, str, int],
+        balance: Tensor | None = None,
     ) -> bytes:
         """What a call of `attend` needs but for the addresses that change from call to call."""
         splits, precision, workspace = options
         source = (abi.pages_address(pages), 0, 0 if beside is None else abi.pages_address(beside))
         exact = precision == "exact" or q.dtype == torch.float64
         return abi.pack_attend(
-            source, x, pages.format.key.dim, (0, 0, 0), rows, scoring, (splits or 0, exact, workspace)
+            source, x, pages.format.key.dim, (0, 0, 0), rows, scoring, (splits or 0, exact, workspace), balance
         )
 
     def _run(

@@ -20,7 +20,7 @@ from ...rotation import base_order, hadamard, signs
 from ...scoring import Scoring
 
 LIBRARY = "_native.so"
-VERSION = 3  # AURA_VERSION of native/aura.h
+VERSION = 4  # AURA_VERSION of native/aura.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NAMES = {
     "avx512": "AVX-512 with VNNI and VBMI",
@@ -31,9 +31,9 @@ NAMES = {
 # The structures of native/aura.h: Q is a pointer, q an int64_t, d a double.
 PAGES = struct.Struct("8Q11q")
 DENSE = struct.Struct("4Q4qQq")
-ATTEND = struct.Struct("4Q3q4Q3qQd3qd3qd2qQqQ")
+ATTEND = struct.Struct("4Q3q4Q3q2Qd3qd3qd2qQqQ")
 ENCODE = struct.Struct("2Q5q3QqQ")
-APPEND = struct.Struct("4Q6q2QqQqqQ")
+APPEND = struct.Struct("4Q6q3QqQqqQ")
 DECODE = struct.Struct("3Q2qQ2qQqQ")
 SCORES = struct.Struct("3Q2q2Q5qQqQ")
 VALUES = struct.Struct("3Q2q2Q6qdQqQ")
@@ -174,6 +174,7 @@ def pack_append(
     strides: tuple[int, int, int, int],
     scales: tuple[int, int],
     starts: Tensor,
+    balance: Tensor | None = None,
 ) -> bytes:
     return APPEND.pack(
         pages_address(pages),
@@ -183,6 +184,7 @@ def pack_append(
         *(types or (0, 0)),
         *strides,
         *scales,
+        pointer(balance),
         types is None,
         starts.data_ptr(),
         k.shape[0],
@@ -199,6 +201,7 @@ def pack_attend(
     rows: tuple[Tensor, Tensor],
     scoring: Scoring,
     options: tuple[int, bool, int],
+    balance: Tensor | None = None,
 ) -> bytes:
     out, lse, sink = results
     return ATTEND.pack(
@@ -215,6 +218,7 @@ def pack_attend(
         x.shape[1],
         rows[0].shape[0] - 1,
         sink,
+        pointer(balance),
         scoring.multiplier(key_dim),
         scoring.causal,
         scoring.window or 0,
