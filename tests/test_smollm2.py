@@ -77,7 +77,7 @@ def test_eight_bits_choose_almost_the_same_tokens(loaded, ids):
         )
         assert all(layer.cache.format.name == format for layer in cache.compressed)
         assert cache.lengths == [2048]
-    assert agreement["k8v8"] >= 0.98  # measured 0.987 to 0.992 by text and backend: 0.99 is the goal and not yet safe
+    assert agreement["k8v8"] >= 0.99  # measured 0.994 to 0.995 over four texts
     assert agreement["k4v4"] < 1, "nothing was compressed"
     assert agreement["k4v4"] > 0.8
 
