@@ -250,20 +250,16 @@ class KVCache:
         A `balance` [kv_heads, dim] changes no score: keys are stored multiplied, queries divided by it.
         """
         kind = step_kind(q, k, v, scoring, splits, precision) if starts is None else None
-        prepared = self._prepared
-        if kind is not None and prepared is not None and prepared.serves(kind, sink_logits, balance):
-            call, bounds = prepared.call, prepared.bounds
-        else:
-            prepared = None
-            call = Call(self._scoring(scoring), sink_logits, splits, precision, balance)
-            check_step(q, k, v, self.pages, call)
-            bounds = self._bounds(starts, k.shape[0])
+        known = self._prepared
+        if known is not None and known.serves(kind, sink_logits, balance) and known.has_room(self._table.lengths):
+            part = known.run(q, k, v, sink_logits)
+            self._advance(range(self.seqs + 1))
+            return part
+        call = Call(self._scoring(scoring), sink_logits, splits, precision, balance)
+        check_step(q, k, v, self.pages, call)
+        bounds = self._bounds(starts, k.shape[0])
         self._refresh()
         self._make_room(bounds)
-        if prepared is not None and prepared is self._prepared:
-            part = prepared.run(q, k, v, sink_logits)
-            self._advance(bounds)
-            return part
         kept = self._table.kept
         if kept is None or longest(bounds) <= kept.chunk:
             return self._step(q, k, v, bounds, call, kind)
@@ -280,6 +276,7 @@ class KVCache:
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
         self.check_truncate(seq, length)
+        self._prepared = None
         for table in self._tables:
             table.truncate(seq, min(length, table.lengths[seq]))
 
@@ -307,6 +304,7 @@ class KVCache:
         for seq in chosen:
             self._table.check_seq(seq)
         self.sync()
+        self._prepared = None
         for table in self._tables:
             table.reorder(chosen)
 
@@ -328,11 +326,6 @@ class KVCache:
     def __getstate__(self) -> dict[str, object]:
         """What a copy takes over: not the addresses in a prepared step."""
         return {**self.__dict__, "_prepared": None}
-
-    @property
-    def _both_pages(self) -> tuple[Pages, Pages | None]:
-        exact = self._exact_table
-        return self._table.pages, None if exact is None else exact.pages
 
     @property
     def _tables(self) -> list[Table]:
@@ -368,14 +361,13 @@ class KVCache:
                     )
 
     def _make_room(self, bounds: list[int]) -> None:
+        self._prepared = None  # it would keep the memory of pages that have grown
         self._table.make_room(bounds)
         exact = self._exact_table
         if exact is not None and not self._first_complete:  # its pool grows and never refuses
             counts = [len(rows) for rows in self.exact.taken(bounds, exact.lengths)]
             if any(counts):
                 exact.make_room([0, *itertools.accumulate(counts)])
-        if self._prepared is not None and not self._prepared.reads(*self._both_pages):
-            self._prepared = None  # it would keep the memory of old pages
 
     def _append(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
         ops.append(self.pages, k, v, bounds, backend=self.backend)
@@ -443,15 +435,17 @@ class KVCache:
         if not ring and not self._first_complete:
             self._append_exact(balanced(q, k, call.balance)[1], v, bounds)
             kind = None
-        pages, beside = self._both_pages
+        exact, pages = self._exact_table, self._table.pages
+        beside = None if exact is None else exact.pages
         run = prepare(pages, beside, ring, q, k, v, bounds, call.scoring, call.splits, call.precision, call.balance)
         if kind is not None:
-            self._prepared = Prepared(kind, call, pages, beside, bounds, run)
+            limits = [table.page_ends() for table in (self._tables if ring else [self._table])]
+            self._prepared = Prepared(kind, call, pages, [min(each) for each in zip(*limits, strict=True)], run)
         part = run(q, k, v, call.sink_logits)
         self._advance(bounds)
         return part
 
-    def _advance(self, bounds: list[int]) -> None:
+    def _advance(self, bounds: Sequence[int]) -> None:
         """Follow what a fused step did."""
         self._table.advance(bounds)
         if self._exact_table is not None and self.exact.recent > 0:

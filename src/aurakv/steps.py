@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,15 +37,16 @@ class Prepared(NamedTuple):
     kind: tuple[object, ...]
     call: Call
     pages: Pages
-    beside: Pages | None
-    bounds: list[int]
+    limits: list[int]  # of the lengths: below them, the slots are there
     run: Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]
 
-    def serves(self, kind: tuple[object, ...], sink_logits: Tensor | None, balance: Tensor | None) -> bool:
+    def serves(self, kind: tuple[object, ...] | None, sink_logits: Tensor | None, balance: Tensor | None) -> bool:
         return kind == self.kind and sink_logits is self.call.sink_logits and balance is self.call.balance
 
-    def reads(self, pages: Pages, beside: Pages | None) -> bool:
-        return pages is self.pages and beside is self.beside
+    def has_room(self, lengths: list[int]) -> bool:
+        """Whether nobody else appended and the next tokens go to pages that were there for the last ones."""
+        overflow, held = self.pages.read()
+        return not overflow and held == lengths and all(map(operator.lt, held, self.limits))
 
 
 def check_queries(q: Tensor, pages: Pages, call: Call) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from numbers import Integral
 from typing import NamedTuple
 
@@ -151,7 +152,12 @@ class Table:
                 return False
         return self.pages.data is pool.data
 
-    def advance(self, bounds: list[int]) -> None:
+    def page_ends(self) -> list[int]:
+        """For each sequence, the position up to which its next tokens go to the page of the very next one."""
+        size = self.pool.page_size
+        return [(length // size + 1) * size for length in self.lengths]
+
+    def advance(self, bounds: Sequence[int]) -> None:
         """Follow on the host what an append did to the lengths on the device."""
         for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
             self.lengths[seq] += b - a

@@ -192,7 +192,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         scoring = _scoring(scale, self.window, softcap)
         cache = self._ready(k, v, q, reach, scoring)
         seqs, heads, count, _ = q.shape
-        real = self.shared.real(reach, self, count)
+        real = None if reach is None and self.window is None else self.shared.real(reach, self, count)
         q, k, v = _rows(q), _rows(k), _rows(v)
         options: dict[str, Any] = {
             "balance": self.balance,
@@ -292,6 +292,8 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 class Step:
     """New tokens of a layer [seqs, kv_heads, t, dim], used once: by attention on codes, or decoded."""
 
+    __slots__ = ("dense", "layer", "new")
+
     def __init__(self, layer: AuraLayer, k: Tensor, v: Tensor) -> None:
         self.layer, self.new = layer, (k, v)
         self.dense: tuple[Tensor, Tensor] | None = None
@@ -304,6 +306,8 @@ class Step:
 
 class Handle:
     """What `update` returns for keys or values: no tensor, but one for every torch function, by decoding."""
+
+    __slots__ = ("side", "step")
 
     def __init__(self, step: Step, side: int) -> None:
         self.step, self.side = step, side

@@ -267,12 +267,12 @@ class Native:
         options = (splits, precision, 0)
         attend = self._describe(pages, beside, q, x, (starts, pages.lengths), scoring, options, factors)
         as_they_are = x is q and new_k is k and new_v is v
-        held = (starts, factors, pages, beside)  # their addresses are packed
+        held = (pages, beside, starts, factors)  # their addresses are packed
 
         def step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
-            x = q if as_they_are else abi.plain(q)
-            k, v = (k, v) if as_they_are else (abi.plain(k), abi.plain(v))
-            return self._run(held[2], append, attend, q, x, k, v, sink_logits)
+            if as_they_are:
+                return self._run(held[0], append, attend, q, q, k, v, sink_logits)
+            return self._run(held[0], append, attend, q, abi.plain(q), abi.plain(k), abi.plain(v), sink_logits)
 
         return step
 
