@@ -174,7 +174,7 @@ def steady_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_answer_depends_on_the_batch(model: Path, llama: Path, kind: str, count: int, switch: str) -> None:
     """More requests than the memory holds, with prefix caching and preemption; then each alone. No block is lost."""
     real = kind == "real"
-    options = {"block_size": 32, "num_gpu_blocks_override": 66, "skip_tokenizer_init": not real}
+    options = {"block_size": 32, "num_gpu_blocks_override": 34, "max_model_len": 1024, "skip_tokenizer_init": not real}
     with engine(model if real else llama, switch, **options) as llm:
         requests = mixture(count, ("short", "long", "prefix"))
         prompts = [llm.get_tokenizer().encode(r.prompt) if real else list(r.prompt.encode()[::4]) for r in requests]

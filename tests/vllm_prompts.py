@@ -32,9 +32,9 @@ def mixture(count: int, kinds: tuple[str, ...]) -> list[Request]:
 
     make = {
         "short": lambda: piece(20, 120),
-        "long": lambda: piece(1200, 2800),
-        "prefix": lambda: TEXT[:1500] + piece(20, 200),
+        "long": lambda: piece(800, 2000),
+        "prefix": lambda: TEXT[:1000] + piece(20, 200),
         "abort": lambda: piece(200, 1500),
         "limit": lambda: 2 * TEXT,
     }
-    return [Request(kind, make[kind](), draw.randrange(4, 60)) for kind in (kinds * count)[:count]]
+    return [Request(kind, make[kind](), draw.randrange(4, 40)) for kind in (kinds * count)[:count]]
