@@ -111,7 +111,7 @@ def test_two_hundred_mixed_requests(model: Path) -> None:
     """In a memory of 34 blocks of 32 tokens, less than 16 requests at once need. Answers depend on what else the server
     does only where those of the stock backend do."""
     kinds = ("short", "long", "prefix", "short", "abort", "long", "prefix", "short", "prefix", "limit")
-    options = "--block-size 32 --num-gpu-blocks-override 34 --enable-prefix-caching --max-model-len 1024".split()
+    options = ("--block-size=32", "--num-gpu-blocks-override=34", "--enable-prefix-caching", "--max-model-len=1024")
     found = {}
     for format in ("k16v16", None):
         with server(model, format, *options) as running:
