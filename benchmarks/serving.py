@@ -40,8 +40,9 @@ class Server:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, *switch, *options]
         self.log = Path(tempfile.mkstemp(prefix="vllm-", suffix=".log")[1])
-        # Threads are not bound to cores, so that two servers and a client can share a small machine.
+        # Threads are as many as cores but not bound to them: two servers and a client can share a small machine.
         settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,

@@ -17,6 +17,33 @@ INLINE float largest_scale(const float* ks, int n) {
   return largest(most);
 }
 
+INLINE float largest_visible_scale(const Work& w, int64_t r, const Tile& t) {
+  int64_t begin[4], end[4];
+  const int64_t p = w.position[r], spans = visible_spans(w.a, p, p, t.pos, t.pos + t.n, begin, end);
+  float most = 0;
+  for (int64_t i = 0; i < spans; i++)
+    for (int64_t j = begin[i] - t.pos; j < end[i] - t.pos; j++) most = fabsf(t.ks[j]) > most ? fabsf(t.ks[j]) : most;
+  return most;
+}
+
+// Rows whose rounding would show in the weights (large scores) are scored in float32. Only what a row sees has a say.
+inline void score(Work& w, const Tile& t, const KeyKernel& keys) {
+  const float most = w.most_error > 0 ? largest_scale(t.ks, int(round_up(t.n, VL))) : 0;
+  if (!(w.most_error * most > SCORE_ERROR)) return keys.scores(w, t);
+  bool coarse[ROWS];
+  int64_t count = 0;
+  for (int64_t r = 0; r < w.rows; r++)
+    count += coarse[r] = w.score_error[r] * most > SCORE_ERROR &&
+                         w.score_error[r] * largest_visible_scale(w, r, t) > SCORE_ERROR;
+  if (count == w.rows) return float_scores(w, t);
+  keys.scores(w, t);
+  if (count) decode_transposed(w.key, t.k, t.k_stride, t.n, w.kt, w.buffer);
+  for (int64_t r = 0, from; count && r < w.rows; r++) {
+    for (from = r; r < w.rows && coarse[r];) r++;
+    score_decoded(w, t, from, r);
+  }
+}
+
 // Scores that are not finite, of tokens this row sees: they damage the row. Others are hidden later.
 inline void find_bad_scores(Work& w, int64_t r, const int64_t* begin, const int64_t* end, int64_t spans) {
   float* s = w.s + r * TILE;
@@ -92,9 +119,7 @@ inline void attend_tile(Work& w, Tile& t, const KeyKernel& keys, const ValueKern
   for (int i = 0; i < full; i += VL) check += load<vf>(t.vs + i) * 0.f;
   if (!all_finite(check))
     for (int i = 0; i < t.n; i++) if (!isfinite(t.vs[i])) bad[bad_count++] = i, t.vs[i] = 0;
-  // Where rounding would show in the weights (large scores), the tile is scored in float32.
-  const bool coarse = w.score_error > 0 && w.score_error * largest_scale(t.ks, full) > SCORE_ERROR;
-  (coarse ? float_scores : keys.scores)(w, t);
+  score(w, t, keys);
   const bool plain = values.soften && t.n == TILE && !bad_count && w.plain_from <= t.pos && t.pos + TILE <= w.plain_to;
   w.weights_fixed = plain && values.soften(w, t);
   if (w.weights_fixed) return values.accumulate(w, t);

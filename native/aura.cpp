@@ -75,7 +75,13 @@ struct Plan {
 
 void find_visible(const Attend& a, int64_t from, int64_t length, Group* g) {
   g->spans = visible_spans(a, g->lowest, g->highest, from, length, g->begin, g->end);
-  g->visible = 0;
+  int64_t last = -1;  // spans begin on the grid of tiles, and those that then overlap are one
+  for (int64_t i = 0; i < g->spans; i++) {
+    const int64_t grid = g->begin[i] / TILE * TILE, begin = grid < from ? from : grid;
+    if (last < 0 || begin > g->end[last]) g->begin[++last] = begin;
+    g->end[last] = g->end[i];
+  }
+  g->spans = last + 1, g->visible = 0;
   for (int64_t i = 0; i < g->spans; i++) g->visible += g->end[i] - g->begin[i];
 }
 

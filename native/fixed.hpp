@@ -27,7 +27,7 @@ inline void fix_queries(Work& w, const uint8_t* order, int64_t codes, int64_t pl
   const float room = INT_LIMIT / float(fixed.most) - float(segment < places ? segment : places) / 8 - 2;
   alignas(64) float x[MAX_CODED_DIM];
   alignas(64) int16_t y[MAX_CODED_DIM];
-  w.score_error = 0;
+  w.most_error = 0;
   for (int64_t r = 0; r < w.rows; r++) {
     const float* q = w.q + r * w.k_pad;  // zeros beyond dim
     for (int64_t i = 0; i < places; i += codes)
@@ -59,7 +59,7 @@ inline void fix_queries(Work& w, const uint8_t* order, int64_t codes, int64_t pl
     const float levels = fixed.exact ? 0 : fixed.unit * fixed.unit * ::sum(squares);
     const float queries = factor > 0 ? float(w.dk) / (factor * factor) : 0;
     const float error = sqrtf((levels + queries) / 12);
-    w.score_error = error > w.score_error ? error : w.score_error;
+    w.score_error[r] = error, w.most_error = error > w.most_error ? error : w.most_error;
   }
 }
 

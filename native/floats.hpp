@@ -83,15 +83,19 @@ template <int R> INLINE void score_block(const float* q, int64_t stride, const f
     for (int i = 0; i < 2; i++) store(s + r * TILE + i * VL, total[r][i] * load<vf>(ks + i * VL) + shift[r]);
 }
 
-inline void float_scores(Work& w, const Tile& t) {
-  decode_transposed(w.key, t.k, t.k_stride, t.n, w.kt, w.buffer);
+inline void score_decoded(Work& w, const Tile& t, int64_t from, int64_t to) {  // rows [from, to)
   for (int i = 0; i < t.n; i += 2 * VL) {
-    int64_t r = 0;
-    for (; r + 4 <= w.rows; r += 4)
+    int64_t r = from;
+    for (; r + 4 <= to; r += 4)
       score_block<4>(w.q + r * w.k_pad, w.k_pad, w.kt + i, w.dk, t.ks + i, w.shift + r, w.s + r * TILE + i);
-    for (; r < w.rows; r++)
+    for (; r < to; r++)
       score_block<1>(w.q + r * w.k_pad, w.k_pad, w.kt + i, w.dk, t.ks + i, w.shift + r, w.s + r * TILE + i);
   }
+}
+
+inline void float_scores(Work& w, const Tile& t) {
+  decode_transposed(w.key, t.k, t.k_stride, t.n, w.kt, w.buffer);
+  score_decoded(w, t, 0, w.rows);
 }
 
 // The same with products and sums in double: a score of 200 with 24 bits would be off by 1e-5.

@@ -32,8 +32,12 @@ INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 // Halves, quarters, … are combined, so that the order does not depend on the compiler.
 INLINE float sum(vf x) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)x);
+#if defined(__AVX512F__)  // in the order of reduce4 (fast_avx512.hpp)
+  __m512 y = (__m512)x;
+  y = _mm512_add_ps(y, _mm512_permute_ps(y, 0x4e));
+  y = _mm512_add_ps(y, _mm512_permute_ps(y, 0xb1));
+  y = _mm512_add_ps(y, _mm512_shuffle_f32x4(y, y, 0x4e));
+  return _mm512_cvtss_f32(_mm512_add_ps(y, _mm512_shuffle_f32x4(y, y, 0xb1)));
 #elif defined(__AVX2__)
   __m128 y = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
   y = _mm_add_ps(y, _mm_movehl_ps(y, y));

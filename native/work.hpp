@@ -44,7 +44,7 @@ struct Work {
   float w_unit[ROWS], w_most[ROWS], w_sum[ROWS];  // of the weights of a tile: factor, largest, sum of magnitudes
   bool weights_fixed = false;  // w16 and w_unit hold the weights of this tile
   int64_t plain_from, plain_to;  // positions that all rows see and that need nothing but a softmax
-  float score_error = 0;  // expected rounding error of a score of a key of scale 1, in int16 arithmetic
+  float score_error[ROWS], most_error = 0;  // expected rounding error of a score of a key of scale 1, in int16 arithmetic
   int64_t position[ROWS];
   bool bad_score[ROWS], bad_value[ROWS];
 
@@ -144,8 +144,9 @@ INLINE void prefetch_scales(const Work& w, const Run& run) {
 }
 
 // The next tile from `pos` on, at most `left` tokens. Small pages are copied together; a missing page reads as damaged.
+// Where tiles end depends on positions alone: a row comes out the same whatever rows share its pass.
 inline void fetch(Work& w, Tile& t, int64_t pos, int64_t left) {
-  const int64_t limit = left < TILE ? left : TILE;
+  const int64_t grid = TILE - pos % TILE, limit = left < grid ? left : grid;
   Run run = locate(w, pos);
   t.pos = pos;
   t.k_stride = w.a.pages ? w.key.row_bytes : w.a.dense->k_token * size_of(w.key.dtype);

@@ -76,6 +76,47 @@ def test_accuracy_in_the_worst_case(name, bits):
         assert relative_error(q, pages, kv.Scoring(scale=scale), name, "exact") <= 1e-5
 
 
+SCORINGS = {
+    "plain": kv.Scoring(),
+    "window": kv.Scoring(window=90),
+    "sinks": kv.Scoring(window=90, sinks=5),
+    "softcap": kv.Scoring(softcap=20.0),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("format", ["k4v4", "k8v3", "k5v16:f32", "k16:f32/v16:f32"])
+def test_a_query_gets_the_same_bits_in_every_batch(name, scoring, format):
+    """Alone or with others, token by token, in chunks or in one prefill: an engine's answers do not depend on load."""
+    torch.manual_seed(0)
+    parsed, tokens, heads, kv_heads, dim = kv.Format.parse(format, 64), 333, 6, 2, 64
+    q, k, v = (torch.randn(2 * tokens, h, dim) for h in (heads, kv_heads, kv_heads))
+    q *= torch.exp(torch.randn(2 * tokens, heads, 1))  # of some, the scores are too large for int16
+    k *= torch.exp(torch.randn(2 * tokens, kv_heads, 1) / 2)
+
+    def outputs(page_size: int, cuts: list[int], beside: bool) -> torch.Tensor:
+        pool = kv.PagePool(parsed, 2 * (tokens // page_size + 1), page_size, kv_heads)
+        cache = kv.KVCache.paged(pool, 2)
+        found, at = [], 0
+        for n in cuts:
+            rows = slice(at, at + n)
+            new, starts = [(x[rows], x[:0]) for x in (q, k, v)], [0, n, n]
+            if beside:
+                new = [(x[rows], x[tokens + at : tokens + at + n]) for x in (q, k, v)]
+                starts = [0, n, 2 * n]
+            q_, k_, v_ = (torch.cat(pair) for pair in new)
+            cache.append(k_, v_, starts)
+            found.append(kv.attend(q_, cache.pages, starts, SCORINGS[scoring], backend=name).out[:n])
+            at += n
+        return torch.cat(found)
+
+    for page_size in (24, 32):
+        expected = outputs(page_size, [tokens], False)
+        for cuts in ([1] * tokens, [7, 100, 1, 1, 64, 17, 130, 13], [128, 128, 77]):
+            assert torch.equal(outputs(page_size, cuts, True), expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_results_do_not_depend_on_threads(name, threads, monkeypatch):
     cache = filled("k4v3", 9000)

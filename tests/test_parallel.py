@@ -187,6 +187,8 @@ CASES = {
     "reference": Case(backend="reference"),
     "k16v16": Case("k16v16"),
     "k3v2": Case("k3v2"),
+    "k6v5": Case("k6v5"),
+    "k2v16": Case("k2:lsq/v16"),
     "k8v4": Case("k8v4", dtype=torch.bfloat16),
     "half": Case("k8v8", dtype=torch.float16),
     "double": Case("k4v4", dtype=torch.float64),

@@ -273,7 +273,7 @@ def run_death(victim, hang):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize(("size", "hang"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("size", "hang"), [(2, False), (4, False), (2, True), (4, True)])
 def test_a_rank_that_dies_or_hangs(size, hang):
     group = Ranks(size)
     try:

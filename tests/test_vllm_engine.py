@@ -8,11 +8,11 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from vllm_prompts import BEGINNINGS, LENGTH, TEXT
+from vllm_prompts import BEGINNINGS, LENGTH, TEXT, mixture
 
 from aurakv import models
 from aurakv.policy import LayerPolicy, Policy
@@ -156,52 +156,39 @@ def test_tensor_parallel(llama: Path) -> None:
     assert found[0] == found[1]
 
 
-class Request(NamedTuple):
-    prompt: list[int]
-    tokens: int
+@pytest.fixture
+def steady_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's matrix product rounds a single row differently from the same row among others. Not here."""
+    from vllm import _custom_ops
+
+    stock = _custom_ops.onednn_mm
+
+    def padded(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return stock(handler, x, bias) if x.shape[0] > 1 else stock(handler, x.repeat(2, 1), bias)[:1]
+
+    monkeypatch.setattr(_custom_ops, "onednn_mm", padded)
 
 
-def mixture(count: int) -> list[Request]:
-    """Short, long and with a common prefix. The bytes of a text are the tokens."""
-    draw = random.Random(0)
-
-    def piece(low: int, high: int) -> str:
-        start, length = draw.randrange(len(TEXT) - high), draw.randrange(low, high)
-        return TEXT[start : start + length]
-
-    def made(i: int) -> str:
-        if i % 3 == 2:
-            return TEXT[:1500] + piece(20, 200)
-        return piece(20, 120) if i % 3 else piece(1200, 2800)
-
-    return [Request(list(made(i).encode()[::4]), draw.randrange(4, 80)) for i in range(count)]
-
-
-@pytest.mark.parametrize(("kind", "count"), [("random", 200), ("real", 48)])
-def test_batches_change_rounding_only(model: Path, llama: Path, kind: str, count: int) -> None:
+@pytest.mark.usefixtures("steady_products")
+@pytest.mark.parametrize(("kind", "count", "switch"), [("random", 200, "k8v8"), ("real", 48, "k4v4")])
+def test_no_answer_depends_on_the_batch(model: Path, llama: Path, kind: str, count: int, switch: str) -> None:
     """More requests than the memory holds, with prefix caching and preemption; then each alone. No block is lost."""
-    requests = mixture(count)
-    options = {"block_size": 32, "num_gpu_blocks_override": 66, "skip_tokenizer_init": kind == "random"}
-    parted = {}
-    for switch in ("k8v8", None):
-        with engine(llama if kind == "random" else model, switch, **options) as llm:
-            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-            pool = scheduler.kv_cache_manager.block_pool
-            free, preempted = pool.get_num_free_blocks(), _count_preemptions(scheduler)
-            options_ = {"logprobs": 2, "detokenize": False}
-            mixed = generate(llm, [r.prompt for r in requests], [r.tokens for r in requests], **options_)
-            assert pool.get_num_free_blocks() == free
-            assert preempted, "the memory was meant to be too small"
-            gaps = []
-            for request, together in zip(requests, mixed, strict=True):
-                assert llm.reset_prefix_cache()
-                alone = generate(llm, [request.prompt], request.tokens, **options_)[0]
-                gaps += [_gap(alone, together)] if alone.token_ids != together.token_ids else []
-            parted[switch] = gaps
-            assert pool.get_num_free_blocks() == free
-    print(f"{kind}: how far ahead the best token was where answers depend on the batch: {parted}")
-    assert all(gap < 0.02 for gap in parted["k8v8"]), "only tokens of all but equal probability may change places"
-    assert len(parted["k8v8"]) <= len(parted[None]) + count // 50
+    real = kind == "real"
+    options = {"block_size": 32, "num_gpu_blocks_override": 34, "max_model_len": 1024, "skip_tokenizer_init": not real}
+    with engine(model if real else llama, switch, **options) as llm:
+        requests = mixture(count, ("short", "long", "prefix"))
+        prompts = [llm.get_tokenizer().encode(r.prompt) if real else list(r.prompt.encode()[::4]) for r in requests]
+        counts = [r.tokens for r in requests]
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        free, preempted = pool.get_num_free_blocks(), _count_preemptions(scheduler)
+        together = generate(llm, prompts, counts, detokenize=False)
+        assert pool.get_num_free_blocks() == free
+        assert preempted, "the memory was meant to be too small"
+        for prompt, tokens, found in zip(prompts, counts, together, strict=True):
+            assert llm.reset_prefix_cache()
+            assert generate(llm, [prompt], tokens, detokenize=False)[0].token_ids == found.token_ids
+        assert pool.get_num_free_blocks() == free
 
 
 def _count_preemptions(scheduler: Any) -> list[str]:
@@ -215,14 +202,6 @@ def _count_preemptions(scheduler: Any) -> list[str]:
 
     scheduler._preempt_request = counted
     return names
-
-
-def _gap(alone: Any, together: Any) -> float:
-    """How far ahead the best token was where two answers part."""
-    pairs = enumerate(zip(alone.token_ids, together.token_ids, strict=True))
-    at = next(i for i, (a, b) in pairs if a != b)
-    first, second = sorted((x.logprob for x in alone.logprobs[at].values()), reverse=True)[:2]
-    return first - second
 
 
 REFUSED = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import aurakv as kv
 from aurakv.errors import InputError
-from aurakv.policy import LayerPolicy, Policy
+from aurakv.policy import LayerPolicy, Policy, shipped
 from aurakv.vllm.layer import TOKENS, Layer, Lengths, Step
 from aurakv.vllm.plan import Plan, shard
 
@@ -267,8 +267,20 @@ def test_plan_of_a_policy(tmp_path: Path) -> None:
         torch.testing.assert_close(shard(plan.layer(0), rank, ranks, heads).key_offset, offset[first : first + heads])
         torch.testing.assert_close(shard(plan.layer(1), rank, ranks, heads).balance, balance[first : first + heads])
     Policy(4, DIM, layers, first=4).save(tmp_path / "exact.json")
-    with pytest.raises(InputError, match="no uncompressed tokens"):
-        Plan.parse({"aurakv": str(tmp_path / "exact.json")})
+    exact = Plan.parse({"aurakv": str(tmp_path / "exact.json")})
+    assert exact is not None
+    assert exact.policy is not None
+    assert exact.policy.first == 0
+    assert plan.note is None
+    assert "first 4 and most recent 0 tokens exact" in str(exact.note)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_plan_of_a_shipped_policy(name: str) -> None:
+    plan, policy = Plan.parse({"aurakv": name}), Policy.load(name)
+    assert plan is not None
+    plan.check_model(len(policy.layers), policy.kv_heads, policy.head_dim)
+    assert [plan.layer(i).format for i in range(len(policy.layers))] == [layer.format for layer in policy.layers]
 
 
 def test_offsets_and_balance_leave_attention_as_it_is() -> None:

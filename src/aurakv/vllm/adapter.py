@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -34,6 +35,7 @@ from ..scoring import Scoring
 from .layer import TOKENS, Layer, Lengths, Step
 from .plan import Plan, shard
 
+_logger = init_logger("vllm.aurakv")
 _installed = False
 
 
@@ -70,6 +72,8 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
         model = config.model_config
         plan.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
+        if plan.note is not None:
+            _logger.warning_once(plan.note)
     stock(config)
 
 

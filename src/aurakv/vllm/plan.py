@@ -20,6 +20,7 @@ class Plan:
 
     format: str
     policy: Policy | None = None
+    note: str | None = None  # what of the policy is not served, in one sentence
 
     @classmethod
     def parse(cls, options: object) -> Plan | None:
@@ -49,13 +50,13 @@ def _parse(given: str) -> Plan:
     if not given.endswith(".json") and given not in shipped():
         Format.parse(given, 64)
         return Plan(given)
-    policy = Policy.load(given)
+    policy, note = Policy.load(given), None
     if policy.first or policy.recent:
-        raise InputError(
-            f"vLLM's blocks hold no uncompressed tokens, and policy {given} wants the first {policy.first} and the most"
-            f" recent {policy.recent} so: set both to 0 in it"
+        note = (
+            f"policy {given} keeps its first {policy.first} and most recent {policy.recent} tokens exact; vLLM's blocks"
+            " have no place for them, so all tokens are stored in the formats of their layers"
         )
-    return Plan(f"policy {given}", policy)
+    return Plan(f"policy {given}", replace(policy, first=0, recent=0), note)
 
 
 def shard(layer: LayerPolicy, rank: int, ranks: int, kv_heads: int) -> LayerPolicy:
