@@ -24,6 +24,12 @@ struct Bytes { alignas(64) uint8_t b[64]; };
 
 struct Words { alignas(64) uint16_t w[32]; };
 
+constexpr Words quarters = [] {
+  Words x{};
+  for (int i = 0; i < 32; i++) x.w[i] = uint16_t(i / 4);
+  return x;
+}();
+
 // Codes are looked up by the low bits of 16-bit windows. A window holds PER whole codes, which shifts bring to its low end
 // one after the other; vpermw ignores what lies above. At 3, 5 and 6 bits windows start inside a byte: they are moved to
 // its low end first. (vpmultishiftqb would do without windows, but shares its pipes with vpdpwssd.) At 8 bits bytes are
@@ -75,20 +81,30 @@ template <int B> struct Width {
 
 // The level table in registers.
 template <int B> struct Table {
-  __m512i t[B == 8 ? 8 : B == 6 ? 2 : 1];
+  __m512i t[B == 8 ? 8 : 2];
   explicit Table(const Codec::Fixed& c) {
     if (B == 8) {
       uint8_t lo[256], hi[256];
       for (int i = 0; i < 256; i++) lo[i] = uint8_t(c.level[i] & 255), hi[i] = uint8_t(uint16_t(c.level[i]) >> 8);
-      for (int i = 0; i < 4; i++) t[i % 8] = load<__m512i>(lo + 64 * i), t[(i + 4) % (B == 8 ? 8 : 4)] = load<__m512i>(hi + 64 * i);
+      for (int i = 0; i < 4; i++) t[i % (B == 8 ? 8 : 2)] = load<__m512i>(lo + 64 * i), t[(i + 4) % (B == 8 ? 8 : 2)] = load<__m512i>(hi + 64 * i);
     } else {
       t[0] = load<__m512i>(c.level);  // codes of fewer bits repeat: what lies above them in the index does not matter
-      if (B == 6) t[B == 6] = load<__m512i>(c.level + 32);
+      if (B == 6) t[1] = load<__m512i>(c.level + 32);
+      if (B <= 3) t[1] = _mm512_permutexvar_epi16(load<__m512i>(quarters.w), t[0]);  // by the upper 3 bits of the index
     }
   }
-  INLINE __m512i look_up(const Table& x, __m512i i) {
-    if constexpr (B == 6) return _mm512_permutex2var_epi16(x.t[0], i, x.t[1]);
-    else return _mm512_permutexvar_epi16(i, x.t[0]);
+  // Levels of code s of each window. At 2 and 3 bits every other code is looked up from bit 2 of the index on, which
+  // needs no shift of its own, or one by a single bit: vpavgw with ones, which runs on any pipe.
+  INLINE __m512i look_up(const Table& x, __m512i z, int s) {
+    if constexpr (B <= 3) {
+      const __m512i i = s > 1 ? _mm512_srli_epi16(z, 2 * B * (s / 2)) : z;
+      if (s % 2 == 0) return _mm512_permutexvar_epi16(i, x.t[0]);
+      return _mm512_permutexvar_epi16(B == 2 ? i : _mm512_avg_epu16(i, _mm512_set1_epi16(-1)), x.t[1]);
+    } else {
+      const __m512i i = s ? _mm512_srli_epi16(z, B * s) : z;
+      if constexpr (B == 6) return _mm512_permutex2var_epi16(x.t[0], i, x.t[1]);
+      else return _mm512_permutexvar_epi16(i, x.t[0]);
+    }
   }
   INLINE void look_up_bytes(const Table& x, __m512i i, __m512i* low, __m512i* high) {  // B = 8
     const __mmask64 upper = _mm512_movepi8_mask(i);
@@ -104,17 +120,34 @@ template <int B> void prepare_keys(Work& w) {
   fix_queries<4, 8>(w, order.b, W::CODES, round_up(w.dk, W::CODES), W::SEGMENT);
 }
 
-INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 tokens
-  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + stride), 1);
-  p += 2 * stride;
-  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + stride), 1);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+// x with the 8-byte places of MASK, which are neighbours, from p on. Unlike an insertion this runs on any pipe; look-ups and
+// shifts have only two.
+template <int MASK> INLINE __m512i merge(__m512i x, const uint8_t* p) {
+  return _mm512_mask_loadu_epi64(x, MASK, p - 8 * __builtin_ctz(MASK));
 }
+INLINE __m256i load_halves(const uint8_t* a, const uint8_t* b) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(a)), load<__m128i>(b), 1);
+}
+
+INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 tokens
+  const __m512i low = _mm512_castsi256_si512(load_halves(p, p + stride));
+  return merge<0xc0>(merge<0x30>(low, p + 2 * stride), p + 3 * stride);
+}
+
+// Brings the next bytes into the cache, a step at a time.
+struct Ahead {
+  const uint8_t* at;
+  int64_t step;
+  INLINE void take(Ahead& a) {
+    for (int64_t i = 0; i < a.step; i += 64) _mm_prefetch((const char*)a.at + i, _MM_HINT_NTA);
+    a.at += a.step;
+  }
+};
 
 // Sums of R rows with 4·N tokens from p on, 4 partial sums a token
 template <int B, int R, int N>
 INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64_t stride, int64_t loads,
-                const uint8_t* ahead, int64_t ahead_lines, __m512 (*out)[4], int at) {
+                Ahead& ahead, __m512 (*out)[4], int at) {
   typedef Width<B> W;
   static constexpr Bytes bytes = W::key_bytes();
   static constexpr Words shift = W::key_shift();
@@ -127,7 +160,7 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
         out[r][at + n] = l == W::SEGMENT / W::CODES ? sum : _mm512_add_ps(out[r][at + n], sum);
         acc[r][n] = _mm512_setzero_si512();
       }
-    for (int64_t i = 0; i < ahead_lines; i++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_NTA);
+    Ahead::take(ahead);
     __m512i z[N];
     UNROLL for (int n = 0; n < N; n++) {
       z[n] = load_rows(p + l * W::LOAD + 4 * n * stride, stride);
@@ -142,7 +175,7 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
           Table<B>::look_up_bytes(table, z[n], &low, &high);
           v[n] = s ? high : low;
         } else {
-          v[n] = Table<B>::look_up(table, s ? _mm512_srli_epi16(z[n], B * s) : z[n]);
+          v[n] = Table<B>::look_up(table, z[n], s);
         }
       }
       UNROLL for (int r = 0; r < R; r++) {
@@ -161,11 +194,11 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
 // s of R rows with 16 tokens
 template <int B, int R>
 INLINE void score16(const Work& w, const Table<B>& table, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
-                    int64_t loads, const uint8_t* ahead, int64_t ahead_lines, const float* ks, float* s) {
+                    int64_t loads, Ahead ahead, const float* ks, float* s) {
   constexpr int N = R <= 4 ? 4 : 2;
   __m512 f[R][4];
   UNROLL for (int n = 0; n < 4; n += N)
-    dot<B, R, N>(table, q, p + 4 * n * stride, stride, loads, ahead + n / N * loads * ahead_lines * 64, ahead_lines, f, n);
+    dot<B, R, N>(table, q, p + 4 * n * stride, stride, loads, ahead, f, n);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   UNROLL for (int r = 0; r < R; r++) {
     const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(f[r][0], f[r][1]), _mm512_unpackhi_ps(f[r][0], f[r][1]));
@@ -183,16 +216,16 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, con
   const int16_t* q = w.q16 + row * loads * W::CODES * 4;
   // while the keys are scored, the values of the same tokens come into the cache
   constexpr int PASSES = R <= 4 ? 1 : 2;
-  const int64_t lines = row ? 0 : (16 * t.v_stride / 64 + loads * PASSES - 1) / (loads * PASSES);
+  const int64_t step = row ? 0 : (16 * t.v_stride + loads * PASSES - 1) / (loads * PASSES);
   int i = 0;
   for (; i + 16 <= t.n; i += 16)
-    score16<B, R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, t.v + i * t.v_stride, lines, t.ks + i, w.s + row * TILE + i);
+    score16<B, R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.v + i * t.v_stride, step}, t.ks + i, w.s + row * TILE + i);
   if (i < t.n) {
     alignas(64) uint8_t rest[16 * MAX_CODED_DIM + 64];
     const int64_t bytes = w.key.row_bytes;
     for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
     memset(rest + (t.n - i) * bytes, 0, (16 - t.n + i) * bytes + 64);
-    score16<B, R>(w, table, row, q, rest, bytes, loads, rest, 0, t.ks + i, w.s + row * TILE + i);
+    score16<B, R>(w, table, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
   }
 }
 
@@ -277,9 +310,9 @@ template <int B> INLINE __m512i load_pair(const uint8_t* a, const uint8_t* b, bo
   static constexpr Words shift = Width<B>::value_shift();
   __m512i z;
   if constexpr (B == 2)
-    z = _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(a)), load<__m128i>(b), 1));
-  else if (whole) z = _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(a)), load<__m256i>(b), 1);
-  else z = _mm512_inserti64x4(_mm512_zextsi128_si512(load<__m128i>(a)), _mm256_zextsi128_si256(load<__m128i>(b)), 1);
+    z = _mm512_castsi256_si512(load_halves(a, b));
+  else if (whole) z = merge<0xf0>(_mm512_castsi256_si512(load<__m256i>(a)), b);
+  else z = merge<0x30>(_mm512_zextsi128_si512(load<__m128i>(a)), b);
   z = _mm512_permutexvar_epi8(load<__m512i>(bytes.b), z);
   if constexpr (!Width<B>::ALIGNED && B != 8) z = _mm512_srlv_epi16(z, load<__m512i>(shift.w));
   return z;
@@ -288,7 +321,7 @@ template <int B> INLINE __m512i load_pair(const uint8_t* a, const uint8_t* b, bo
 // acc of R rows for one block of coordinates, parts [FROM, FROM + N). `whole`: the block has more than 16 bytes.
 template <int B, int R, int FROM, int N>
 INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64_t row, int64_t block, bool whole,
-                      const uint8_t* ahead, int64_t ahead_lines) {
+                      Ahead& ahead) {
   typedef Width<B> W;
   const uint8_t* p = t.v + block * W::BLOCK_BYTES;
   const int32_t* weights = (const int32_t*)(w.w16 + row * TILE);
@@ -297,7 +330,7 @@ INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64
   const int64_t stride = t.v_stride;
   const int n_tokens = t.n;
   for (int i = 0; i < n_tokens; i += 2, p += 2 * stride) {
-    for (int64_t l = 0; l < ahead_lines; l++, ahead += 64) _mm_prefetch((const char*)ahead, _MM_HINT_NTA);
+    Ahead::take(ahead);
     const __m512i z = load_pair<B>(p, i + 1 < n_tokens ? p + stride : p, whole);
     __m512i v[N];
     if constexpr (B == 8) {
@@ -305,7 +338,7 @@ INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64
       Table<B>::look_up_bytes(table, z, &low, &high);
       UNROLL for (int n = 0; n < N; n++) v[n] = FROM + n ? high : low;
     } else {
-      UNROLL for (int n = 0; n < N; n++) v[n] = Table<B>::look_up(table, FROM + n ? _mm512_srli_epi16(z, B * (FROM + n)) : z);
+      UNROLL for (int n = 0; n < N; n++) v[n] = Table<B>::look_up(table, z, FROM + n);
     }
     UNROLL for (int r = 0; r < R; r++) {
       const __m512i x = _mm512_set1_epi32(weights[r * (TILE / 2) + unsigned(i) / 2]);
@@ -326,15 +359,14 @@ template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const
   typedef Width<B> W;
   const int64_t blocks = (w.dv + W::BLOCK - 1) / W::BLOCK;
   // meanwhile the next keys come into the cache
-  const int64_t lines = row ? 0 : (2 * w.key.row_bytes + 64 * blocks - 1) / (64 * blocks);
+  Ahead ahead{t.next_k, row ? 0 : (2 * w.key.row_bytes + blocks - 1) / blocks}, none{t.next_k, 0};
   for (int64_t b = 0; b < blocks; b++) {
     const bool whole = w.value.row_bytes - b * W::BLOCK_BYTES > 16;
-    const uint8_t* ahead = t.next_k + b * lines * 64 * ((t.n + 1) / 2);
     if constexpr (W::PARTS == 2 || R <= 5) {
-      add_block<B, R, 0, W::PARTS>(w, table, t, row, b, whole, ahead, lines);
+      add_block<B, R, 0, W::PARTS>(w, table, t, row, b, whole, ahead);
     } else {
-      add_block<B, R, 0, 2>(w, table, t, row, b, whole, ahead, lines);
-      add_block<B, R, 2, 2>(w, table, t, row, b, whole, ahead, 0);
+      add_block<B, R, 0, 2>(w, table, t, row, b, whole, ahead);
+      add_block<B, R, 2, 2>(w, table, t, row, b, whole, none);
     }
   }
 }
