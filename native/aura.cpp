@@ -22,7 +22,7 @@ const Isa* const ISAS[] = {
 constexpr int ISA_COUNT = sizeof ISAS / sizeof *ISAS;
 
 constexpr int64_t CHUNK = 2048;            // sequences longer than this are cut into pieces of 1,024 tokens or more …
-constexpr int64_t PIECES = 128;            // … until a call has this many
+constexpr int64_t PIECES = 16;             // … until a sequence and KV head have this many, or twice as many
 constexpr int64_t SERIAL_WORK = 3'000'000; // multiplications below which one thread is faster
 constexpr int64_t SPAWN_WORK = 200'000'000;  // the same where threads must be started for the call
 
@@ -59,11 +59,11 @@ template <class Body> void for_each(const Threads& threads, int64_t count, int64
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A power of two, so that 2 or 4 threads get equal shares of an odd number of heads, too.
+// How the keys of a group are cut, from its own sequence alone: no result depends on what else is in a batch. A power of
+// two, so that 2 or 4 threads get equal shares of an odd number of heads, too. `groups` are those of the same keys.
 int64_t auto_splits(int64_t groups, int64_t visible) {
-  const int64_t most = divide_up(visible, CHUNK), wanted = divide_up(PIECES, groups);
   int64_t splits = 1;
-  while (splits < most && splits < wanted) splits *= 2;
+  while (splits * CHUNK < visible && splits * groups < PIECES) splits *= 2;
   return splits;
 }
 
@@ -114,7 +114,8 @@ Plan plan(const Attend& a, const Attend& beside) {
   }
   p.first_unit.push_back(0);
   for (Group& g : p.groups) {
-    int64_t splits = a.splits ? a.splits : auto_splits(int64_t(p.groups.size()), g.visible);
+    const int64_t rows = (a.starts[g.seq + 1] - a.starts[g.seq]) * group;
+    int64_t splits = a.splits ? a.splits : auto_splits(divide_up(rows, ROWS), g.visible);
     g.chunk = g.visible ? divide_up(g.visible, splits) : 0;
     if (!a.splits) g.chunk = divide_up(g.chunk, 64) * 64;
     g.splits = (g.visible ? divide_up(g.visible, g.chunk) : 1) + g.beside;
@@ -177,11 +178,13 @@ EXPORT const Codec* aura_codec(const int64_t* numbers, const float* levels, cons
   return c;
 }
 
-EXPORT int64_t aura_attend_workspace(int64_t tokens, int64_t heads, int64_t kv_heads, int64_t capacity,
+// The most that any lengths within the capacity need.
+EXPORT int64_t aura_attend_workspace(int64_t seqs, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t capacity,
                                      int64_t value_dim, int64_t splits) {
-  const int64_t groups = kv_heads * divide_up(tokens * (heads / kv_heads), ROWS);
-  const int64_t most = splits ? splits : groups ? auto_splits(groups, capacity) : 0;
-  return most > 1 ? 4 * tokens * heads * most * floats_per_row(value_dim) : 0;
+  const int64_t most = splits ? splits : auto_splits(1, capacity), pieces = 2 * PIECES * ROWS * seqs * kv_heads;
+  int64_t rows = most > 1 ? tokens * heads * most : 0;
+  if (!splits && rows > pieces) rows = pieces;
+  return 4 * rows * floats_per_row(value_dim);
 }
 
 EXPORT void aura_attend(int64_t isa, const Attend* call) {

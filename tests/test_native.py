@@ -118,6 +118,19 @@ def test_a_query_gets_the_same_bits_in_every_batch(name, scoring, format):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_pieces_come_from_the_own_sequence(name):
+    """A long sequence is cut the same way alone and beside many others."""
+    torch.manual_seed(1)
+    format, seqs, tokens = kv.Format.parse("k4v4", 64), 70, 9000
+    lengths = [tokens, *[40] * (seqs - 1)]
+    q, k, v = torch.randn(seqs, 4, 64), *torch.randn(2, sum(lengths), 2, 64)
+    alone, among = (kv.KVCache.contiguous(format, n, 2, backend=name) for n in (1, seqs))
+    alone.append(k[:tokens], v[:tokens], [0, tokens])
+    among.append(k, v, native_fuzz.starts_of(lengths))
+    assert torch.equal(alone.attend(q[:1]).out[0], among.attend(q).out[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_results_do_not_depend_on_threads(name, threads, monkeypatch):
     cache = filled("k4v3", 9000)
     one, many = torch.randn(1, 8, 128), torch.randn(70, 8, 128)

@@ -71,7 +71,9 @@ class Native:
     def workspace_bytes(self, pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
         capacity = pages.table.shape[1] * pages.page_size
         lib = cast(ctypes.CDLL, abi.library())
-        return lib.aura_attend_workspace(tokens, heads, pages.kv_heads, capacity, pages.format.value.dim, splits or 0)
+        return lib.aura_attend_workspace(
+            pages.seqs, tokens, heads, pages.kv_heads, capacity, pages.format.value.dim, splits or 0
+        )
 
     def encode(self, x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
         rows = abi.plain(x).reshape(-1, *x.shape[-2:])

@@ -69,7 +69,7 @@ def library() -> ctypes.CDLL | str:
     lib.aura_isa_name.restype = ctypes.c_char_p
     lib.aura_codec.restype = ctypes.c_void_p
     lib.aura_attend_workspace.restype = ctypes.c_int64
-    lib.aura_attend_workspace.argtypes = [ctypes.c_int64] * 6
+    lib.aura_attend_workspace.argtypes = [ctypes.c_int64] * 7
     for name in ("attend", "encode", "append", "decode", "scores", "values"):
         function = getattr(lib, f"aura_{name}")
         function.restype, function.argtypes = None, [ctypes.c_int64, ctypes.c_char_p]
