@@ -8,10 +8,10 @@ job is one piece (out normalised, log2 of the summed weights); `fast_merge` puts
 In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
      size one [pages · kv_heads, key or value, …], of 3 bits [pages · kv_heads, 1, page_size, 24 of 32], which only say
      where a tile goes: 3 bits are read from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
-     keys_at · 8 and values_at · 8; scales: descriptor [pages · kv_heads, key or value, page_size] float16; q [tokens, heads, DIM],
-     strided; signs float32 [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4 for values
-     (fast_levels), lanes of even columns; offset float32 [kv_heads, DIM] if OFFSET, which soft caps need; starts
-     [seqs + 1] if SEVERAL.
+     keys_at · 8 and values_at · 8; scales: descriptor [pages · kv_heads, key or value, page_size] float16; q
+     [tokens, heads, DIM], strided; signs float32 [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4
+     for values (fast_levels), lanes of even columns; offset float32 [kv_heads, DIM] if OFFSET, which soft caps need;
+     starts [seqs + 1] if SEVERAL.
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
 Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,

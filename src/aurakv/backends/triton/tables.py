@@ -206,9 +206,9 @@ def _cell_tensor(levels: Levels, device: torch.device) -> Tensor:
 
 @functools.cache
 def _cells_asm(levels: Levels) -> str:
-    """PTX: $0 the code and $1 the level of $2. Lane i holds the marked boundary of cell i in $3, the level of code i in $4.
-    The low bits of 2^23 + n are n, and a shuffle reads no others. Marks move boundaries by up to 2e-6 of them
-    (and infinity to NaN, which nothing exceeds either)."""
+    """PTX: $0 the code and $1 the level of $2. Lane i holds the marked boundary of cell i in $3 and the level of code i
+    in $4. The low bits of 2^23 + n are n, and a shuffle reads no others. Marks move boundaries by up to 2e-6 of
+    them (and infinity to NaN, which nothing exceeds either)."""
     grid = cells(levels)
     if grid is None:
         return ""
