@@ -18,6 +18,7 @@ RUNS = [
     ("k4v4", 128, 64, 1, {}),
     ("k4/v4:minifloat", 64, 64, 1, {"scoring": kv.Scoring(window=100, sinks=4)}),
     ("k3v3", 128, 64, 1, {}),
+    ("k3/v3:minifloat", 128, 300, 1, {}),
     ("k2v2", 128, 64, 4, {}),
     ("k8:cubic/v4", 128, 64, 1, {"scoring": kv.Scoring(softcap=20.0)}),
     ("k4v4", 128, 64, 100, {}),
