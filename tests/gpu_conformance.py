@@ -19,13 +19,31 @@ import sys
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODULES = ("test_triton", "test_triton_extend", "test_triton_fast", "test_files")
+MODULES = (
+    "test_triton", "test_triton_extend", "test_triton_fast", "test_files", "test_parallel_gpu", "test_vllm_layer",
+    "test_hf_gpu",
+)  # fmt: skip
 Job = tuple[str, str, str]  # kind, name, precision or number
+
+
+class Condition:
+    """What pytest.mark.skipif gives: a decorator, or a mark of a module or of a row of parameters."""
+
+    def __init__(self, skip: bool) -> None:
+        self.skip = skip
+
+    def __call__(self, function: Any) -> Any:
+        return _note(function, "conditions", [*getattr(function, "conditions", []), self])
+
+
+class Row(tuple[Any, ...]):
+    """What pytest.param gives."""
+
+    marks: Any = ()
 
 
 class Mark:
@@ -33,11 +51,14 @@ class Mark:
 
     def parametrize(self, names: str | tuple[str, ...], values: Any, **_: Any) -> Callable[[Any], Any]:
         keys = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
-        rows = [dict(zip(keys, v if len(keys) > 1 else (v,), strict=True)) for v in values]
+        rows = []
+        for value in values:
+            row = value if len(keys) > 1 or isinstance(value, Row) else (value,)
+            rows.append((dict(zip(keys, row, strict=True)), _conditions(getattr(value, "marks", ()))))
         return lambda f: _note(f, "parameters", [*getattr(f, "parameters", []), rows])
 
-    def skipif(self, condition: bool, reason: str = "") -> Callable[[Any], Any]:
-        return lambda f: _note(f, "conditions", [*getattr(f, "conditions", []), condition])
+    def skipif(self, condition: bool, reason: str = "") -> Condition:
+        return Condition(condition)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **_: args[0] if args and callable(args[0]) else (lambda f: f)
@@ -48,16 +69,23 @@ def _note(function: Any, name: str, value: Any) -> Any:
     return function
 
 
+def _conditions(marks: Any) -> list[Condition]:
+    return [mark for mark in (marks if isinstance(marks, list | tuple) else [marks]) if isinstance(mark, Condition)]
+
+
 class SkippedError(Exception):
-    """A module has nothing to run here."""
+    """A module or a test has nothing to run here."""
 
 
-def _skip(reason: str, **_: Any) -> None:
+# what the tests use of pytest beside marks
+
+
+def skip(reason: str, **_: Any) -> None:
     raise SkippedError(reason)
 
 
 @contextlib.contextmanager
-def _raises(kind: type[BaseException], match: str = "") -> Iterator[None]:
+def raises(kind: type[BaseException], match: str = "") -> Iterator[None]:
     try:
         yield
     except kind:
@@ -65,29 +93,62 @@ def _raises(kind: type[BaseException], match: str = "") -> Iterator[None]:
     raise AssertionError(f"no {kind.__name__}")
 
 
+def importorskip(name: str, **_: Any) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SkippedError(name) from error
+
+
+def param(*values: Any, marks: Any = (), **_: Any) -> Row:
+    return _note(Row(values), "marks", marks)
+
+
+def fixture(*args: Any, **_: Any) -> Any:
+    return args[0] if args else (lambda f: f)
+
+
+mark = Mark()
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[None]:
+    """Makes `import pytest` find this file, here and in every process that is started meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "pytest.py").write_text("from gpu_conformance import *\n")
+        sys.path[:0] = [folder, str(Path(__file__).parent)]
+        yield
+
+
 def tests_of(module: str) -> dict[str, tuple[Callable[..., None], dict[str, Any]]]:
     """The tests of a module that need a GPU, by name, with their arguments."""
-    stand_in = types.ModuleType("pytest")
-    stand_in.__dict__.update(
-        mark=Mark(),
-        raises=_raises,
-        skip=_skip,
-        importorskip=importlib.import_module,
-        fixture=lambda *args, **_: args[0] if args else (lambda f: f),
-        param=lambda *args, **_: args if len(args) > 1 else args[0],
-    )
-    sys.modules["pytest"] = stand_in
     found: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {}
     try:
         members = vars(importlib.import_module(module))
     except SkippedError:
         return found
     for name, function in members.items():
-        if name.startswith("test_") and getattr(function, "conditions", None) and not any(function.conditions):
-            for number, rows in enumerate(itertools.product(*getattr(function, "parameters", []))):
-                arguments = {key: value for row in rows for key, value in row.items()}
+        if not name.startswith("test_") or not callable(function) or function.__module__ != module:
+            continue
+        always = [*getattr(function, "conditions", []), *_conditions(members.get("pytestmark", []))]
+        for number, rows in enumerate(itertools.product(*getattr(function, "parameters", []))):
+            conditions = always + [condition for _, marks in rows for condition in marks]
+            if conditions and not any(condition.skip for condition in conditions):
+                arguments = {key: value for row, _ in rows for key, value in row.items()}
                 found[f"{module}:{name}:{number}"] = (function, arguments)
     return found
+
+
+def call(function: Callable[..., None], arguments: dict[str, Any]) -> None:
+    """With a folder for `tmp_path` and what the fixtures of the module yield."""
+    with contextlib.ExitStack() as stack:
+        for name in inspect.signature(function).parameters:
+            if name == "tmp_path":
+                arguments[name] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            elif name not in arguments:
+                make = getattr(sys.modules[function.__module__], name)
+                arguments[name] = stack.enter_context(contextlib.contextmanager(make)())
+        function(**arguments)
 
 
 def jobs(names: list[str]) -> list[Job]:
@@ -110,11 +171,8 @@ def run_job(job: Job, device: str) -> tuple[Job, str]:
     kind, name, precision = job
     try:
         if kind == "test":
-            function, arguments = tests_of(name.split(":")[0])[name]
-            with tempfile.TemporaryDirectory() as directory:
-                if "tmp_path" in inspect.signature(function).parameters:
-                    arguments["tmp_path"] = Path(directory)
-                function(**arguments)
+            with contextlib.suppress(SkippedError):
+                call(*tests_of(name.split(":")[0])[name])
         else:
             cases = CASES if kind == "case" else covering_set()
             run(next(case for case in cases if case.name == name), "triton", device, precision)
@@ -153,5 +211,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    main()
+    with stand_in():
+        importlib.import_module("gpu_conformance").main()  # under the name by which the tests know it

@@ -122,7 +122,7 @@ FORMATS = [
     case("seed negative", lambda w: kv.Codec(64, 4, seed=-1), "seed", "-1"),
     case("seed in name", lambda w: kv.Format.parse(f"k4:seed{2**64}/v4", 64), "seed", str(2**64)),
     case("table", lambda w: kv.Codec(64, 4, table="gauss"), "level table", "minifloat", "'gauss'"),
-    case("table width", lambda w: kv.Codec(64, 3, table="minifloat"), "'minifloat'", "[4] bits", "3"),
+    case("table width", lambda w: kv.Codec(64, 2, table="minifloat"), "'minifloat'", "[3, 4] bits", "2"),
     case("table int8 at 8", lambda w: kv.Codec(64, 8, table="int8"), "'int8'", "[2, 3, 4, 5, 6] bits", "8"),
     case("levels few", lambda w: kv.Codec(64, 2, table=(0.0, 1.0)), "4 levels", "2 bits", "got 2"),
     case("levels NaN", lambda w: kv.Codec(64, 2, table=(-1.0, 0.0, 1.0, math.nan)), "levels", "finite"),

@@ -328,10 +328,10 @@ def test_from_one_device_to_another(name, tmp_path):
     cache = CACHES[name]()
     append(cache, [70, 0, 33, 5])
     kv.save(cache, tmp_path / "cpu")
-    there = kv.load(tmp_path / "cpu", "cuda", "reference")
+    here, there = (kv.load(tmp_path / "cpu", device, "reference") for device in ("cpu", "cuda"))
     assert there.pool.device.type == "cuda"
     q = torch.randn(4, 4, cache.format.key.dim)
-    for x, y in zip(cache.attend(q[:3], [0, 1, 1, 2, 3]), there.attend(q[:3].cuda(), [0, 1, 1, 2, 3]), strict=True):
+    for x, y in zip(here.attend(q[:3], [0, 1, 1, 2, 3]), there.attend(q[:3].cuda(), [0, 1, 1, 2, 3]), strict=True):
         torch.testing.assert_close(x, y.cpu())
     kv.save(there, tmp_path / "cuda")
     assert (tmp_path / "cuda").read_bytes() == (tmp_path / "cpu").read_bytes()

@@ -19,6 +19,7 @@ NAMES = [
     "k4:lloyd-max:lsq:f32:seed7/v8:cubic:l2",
     "k16:f32/v16:f16",
     "k4:minifloat/v4:minifloat",
+    "k3v3:minifloat",
     "k2:[-1.5,-0.25,0.5,2.0]/v3",
 ]
 
@@ -44,7 +45,7 @@ def test_defaults_are_not_printed(spelled, name):
 
 
 WRONG = """ k4|v4k4|k4v|k04v4|k4v4 |K4V4|k7v4|k4:lsqv4|k4:lsq:l2/v4|k4:nonsense/v4|k16:lsq/v4|k4:int8:cubic/v4
-k2:[1,2]/v4|k2:[4,3,2,1]/v4|k2:[0,1,2,1e99]/v4|k2:[0,1,2,nan]/v4|k2:[0,1,2,1_4]/v4|k2:[]/v4|k8:int8/v4|k3:minifloat/v4
+k2:[1,2]/v4|k2:[4,3,2,1]/v4|k2:[0,1,2,1e99]/v4|k2:[0,1,2,nan]/v4|k2:[0,1,2,1_4]/v4|k2:[]/v4|k8:int8/v4|k2:minifloat/v4
 k4v4:bf16|k4v4:seed99999999999999999999|k\u0664v4|k4v4\n""".replace("/v4\n", "/v4|").split("|")
 
 

@@ -291,10 +291,15 @@ def test_adversarial_error(format):
     one_each = torch.arange(3, device="cuda", dtype=torch.int32)
     options = (one_each, pages.lengths, kv.Scoring(), None, None, "exact", None)
     truth = reference.attend(q.double(), pages, *options)
-    for precision, limit in (("fast", 0.005), ("exact", 5e-6)):
-        part = kv.attend(q, pages, precision=precision, backend="triton")
-        error = ((part.out.double() - truth.out).norm(dim=-1) / truth.out.norm(dim=-1)).max().item()
-        assert error < limit, (precision, error)
+
+    def error(part):
+        return ((part.out.double() - truth.out).norm(dim=-1) / truth.out.norm(dim=-1)).max().item()
+
+    usual = error(reference.attend(q, pages, *options))  # float32
+    for precision, limit in (("fast", 0.005), ("exact", 2 * usual + 1e-6)):
+        found = error(kv.attend(q, pages, precision=precision, backend="triton"))
+        print(format, precision, f"{found:.1e}, float32 torch {usual:.1e}")
+        assert found < limit, (precision, found, usual)
 
 
 @pytest.mark.gpu

@@ -30,7 +30,8 @@ needs_gpu = pytest.mark.skipif(
 )
 DEFAULT = Scoring()
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
-FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4", "k3v3", "k3v4", "k8:cubic/v3"]
+FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4", "k3v3", "k3v4", "k8:cubic/v3",
+           "k3/v3:minifloat"]  # fmt: skip
 LIMIT = {"k2": 1e-3, "k3": 1e-3, "k4": 1e-3, "k8": 4e-3}  # float16 holds cubic levels of 8 bits to 1e-4
 
 
@@ -417,13 +418,13 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
     key, value = format.key, format.value
     fixed = {"GROUP": group, "ROWS": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True}
     fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
-    fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several}
+    fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": not several}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
     both = 2 if key.bits == value.bits != 3 else 1
 
     def codes(side: Codec) -> str:
         if side.bits == 3:
-            return f"tensordesc<i16[1, {tile}, 4, 8],{gl.NVMMASharedLayout(0, 16, rank=4)!r}>"
+            return f"tensordesc<i16[1, 1, {tile}, 32],{gl.NVMMASharedLayout(64, 16, rank=4)!r}>"
         return f"tensordesc<i16[1, {both}, {tile * side.row_bytes // 128}, 64],{swizzled!r}>"
 
     types = {
@@ -435,6 +436,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         **dict.fromkeys(("cap", "score_scale", "bias_scale", "value_scale", "value_shift"), "fp32"),
         **dict.fromkeys(fixed, "constexpr"),
         "q": "*bf16",
+        "codes": "*i16",
     }
     options = {"num_warps": 1, "maxnreg": fast_attend._registers(format, group)}
     compiled = compile_kernel(fast_kernel.fast_decode, types, fixed, capability, options)
@@ -454,6 +456,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         (90, "k2v2", 128, 64, 4, False), (90, "k2v2", 256, 64, 8, True), (90, "k8:cubic/v4", 128, 32, 4, False),
         (90, "k8:cubic/v4", 64, 64, 8, True), (90, "k8:cubic/v8:cubic", 128, 32, 8, True),
         (90, "k3v3", 128, 64, 4, False), (90, "k3v3", 128, 64, 8, True),
+        (90, "k3/v3:minifloat", 128, 64, 4, False), (90, "k3v4", 128, 64, 8, False), (90, CUBIC, 64, 64, 4, False),
     ],
 )  # fmt: skip
 def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int, group: int, several: bool) -> None:

@@ -39,7 +39,8 @@ _CUBIC: dict[int, tuple[float, float]] = {
     8: (0.0158595, 6.633752e-05),
 }
 
-_MINIFLOAT_SCALE = 0.09141
+# Codes read as floats of 2 exponent bits and bits − 2 mantissa bits: (scale, what lies below the last mantissa bit).
+_MINIFLOAT: dict[int, tuple[float, float]] = {3: (0.16478, 190 / 512), 4: (0.09141, 88 / 256)}
 
 
 def float32(x: float) -> float:
@@ -75,8 +76,11 @@ def table(name: str, bits: int) -> Levels:
         a, b = _CUBIC[bits]
         steps = [i + 0.5 for i in range(2 ** (bits - 1))]
         return _mirror([a * x * (1 + b * x * x) for x in steps])
-    if name == "minifloat" and bits == 4:
-        return _mirror([_MINIFLOAT_SCALE * (_minifloat(n) - _minifloat(15 - n)) for n in range(8, 16)])
+    if name == "minifloat" and bits in _MINIFLOAT:
+        scale, codes = _MINIFLOAT[bits][0], 2**bits
+        return _mirror(
+            [scale * (minifloat(n, bits) - minifloat(codes - 1 - n, bits)) for n in range(codes // 2, codes)]
+        )
     if name in TABLES:
         raise InputError(f"level table {name!r} exists for {widths(name)} bits, got {bits}")
     raise InputError(f"level table must be one of {list(TABLES)} or a list of levels, got {name!r}")
@@ -87,7 +91,7 @@ TABLES = ("lloyd-max", "int8", "cubic", "minifloat")
 
 def widths(name: str) -> list[int]:
     """The widths for which a named table is defined."""
-    return list({"lloyd-max": CODE_BITS, "int8": _INT8, "cubic": _CUBIC, "minifloat": (4,)}[name])
+    return list({"lloyd-max": CODE_BITS, "int8": _INT8, "cubic": _CUBIC, "minifloat": _MINIFLOAT}[name])
 
 
 def check_levels(levels: Sequence[float], bits: int) -> Levels:
@@ -112,10 +116,11 @@ def _mirror(half: Sequence[float]) -> Levels:
     return tuple(-x for x in reversed(positive)) + positive
 
 
-def _minifloat(n: int) -> float:
-    """A nibble read as a float: 2-bit exponent, 2-bit mantissa, and 88/256 of a unit in the last place."""
-    exponent, mantissa = n >> 2, (n & 3) + 88 / 256
-    return mantissa if exponent == 0 else (4 + mantissa) * 2.0 ** (exponent - 1)
+def minifloat(n: int, bits: int) -> float:
+    """A code read as a float: 2-bit exponent, mantissa of the other bits; in units of the smallest last place."""
+    one = 1 << bits - 2
+    exponent, mantissa = n // one, n % one + _MINIFLOAT[bits][1]
+    return mantissa if exponent == 0 else (one + mantissa) * float(1 << exponent - 1)
 
 
 def _density(x: float) -> float:

@@ -218,47 +218,35 @@ def load_level_pairs(p_row, m_row, p_levels, SIDE: tl.constexpr):
 
 
 @triton.jit
-def quantise(z, p_boundaries, BITS: tl.constexpr, BOUNDS: tl.constexpr):
-    """The number of boundaries strictly below each z, by halving. BOUNDS holds them all, or is () to look them up."""
+def quantise(z, p_boundaries, BITS: tl.constexpr):
+    """The number of boundaries strictly below each z, by halving."""
     code = tl.zeros(z.shape, tl.int32)
     for i in tl.static_range(BITS):
-        # the step is 2^(BITS − 1 − i)
-        if len(BOUNDS) == 0:
-            bound = tl.load(p_boundaries + code + ((1 << (BITS - 1 - i)) - 1))
-        else:
-            bound = tl.full(z.shape, BOUNDS[(1 << (BITS - 1 - i)) - 1], tl.float32)
-            for j in tl.static_range(1, 1 << i):
-                bound = tl.where(code >= j << (BITS - i), BOUNDS[((2 * j + 1) << (BITS - 1 - i)) - 1], bound)
+        bound = tl.load(p_boundaries + code + ((1 << (BITS - 1 - i)) - 1))  # the step is 2^(BITS − 1 − i)
         code += tl.where(z > bound, 1 << (BITS - 1 - i), 0)
     return code
 
 
-@triton.jit
-def quantise_symmetric(z, BITS: tl.constexpr, BOUNDS: tl.constexpr, LEVELS: tl.constexpr):
-    """Codes of z, and magnitudes of z and of their levels, for a symmetric table of up to 4 bits without a lookup.
+_LANE_LOAD = tl.constexpr(
+    "{ .reg .b64 a; .reg .b32 t; mov.u32 t, %laneid; mul.wide.u32 a, t, 4; add.s64 a, a, $1; ld.global.b32 $0, [a]; }"
+)
 
-    BOUNDS are the positive boundaries, LEVELS the positive levels with the code in their lowest bits.
-    """
-    bits = z.to(tl.int32, bitcast=True)
-    # a negative z on a boundary belongs to the outer code: the next larger magnitude is compared
-    a = ((bits & 0x7FFFFFFF) + ((bits >> 31) & 1)).to(tl.float32, bitcast=True)
-    if BITS == 2:
-        level = tl.where(a > BOUNDS[0], LEVELS[1], LEVELS[0])
-    elif BITS == 3:
-        high = a > BOUNDS[1]
-        mid = a > tl.where(high, BOUNDS[2], BOUNDS[0])
-        level = tl.where(high, tl.where(mid, LEVELS[3], LEVELS[2]), tl.where(mid, LEVELS[1], LEVELS[0]))
-    else:
-        high = a > BOUNDS[3]
-        mid = a > tl.where(high, BOUNDS[5], BOUNDS[1])
-        low = a > tl.where(high, tl.where(mid, BOUNDS[6], BOUNDS[4]), tl.where(mid, BOUNDS[2], BOUNDS[0]))
-        upper = tl.where(mid, tl.where(low, LEVELS[7], LEVELS[6]), tl.where(low, LEVELS[5], LEVELS[4]))
-        lower = tl.where(mid, tl.where(low, LEVELS[3], LEVELS[2]), tl.where(low, LEVELS[1], LEVELS[0]))
-        level = tl.where(high, upper, lower)
-    level = level.to(tl.float32)
-    code = level.to(tl.int32, bitcast=True)
-    code = tl.where(z > 0, code, ~code) & ((1 << BITS) - 1)
-    return code, a, level
+
+@triton.jit
+def load_cells(p_cells):
+    """The rows of tables.bounds, each lane its own column."""
+    p = p_cells.to(tl.int64)
+    bound = tl.inline_asm_elementwise(_LANE_LOAD, "=r,l", [p], dtype=tl.int32, is_pure=True, pack=1)
+    level = tl.inline_asm_elementwise(_LANE_LOAD, "=r,l", [p + 128], dtype=tl.int32, is_pure=True, pack=1)
+    return bound, level
+
+
+@triton.jit
+def quantise_cells(z, cells, ASM: tl.constexpr):
+    """Codes of z and their levels, for tables that tables.cells serves: a lane looks up what another one holds."""
+    return tl.inline_asm_elementwise(
+        ASM, "=&r,=&f,f,r,r", [z, cells[0], cells[1]],
+        dtype=(tl.int32, tl.float32), is_pure=True, pack=1)  # fmt: skip
 
 
 @triton.jit
@@ -267,22 +255,36 @@ def store_codes(p_row, m_row, code, DIM: tl.constexpr, BITS: tl.constexpr, GROUP
     rows: tl.constexpr = code.shape[0]
     o_plane = tl.arange(0, 8)
     planes = tl.reshape(code, [rows, 8, GROUPS])
-    o_group = tl.arange(0, GROUPS)
-    m_group = m_row[:, None] & (o_group < DIM // 8)[None, :]
-    p_group = p_row[:, None] + o_group[None, :] * BITS
     if BITS <= 4:
         word = tl.sum(planes << (o_plane * BITS)[None, :, None], axis=1)
         if BITS == 2:
-            tl.store(p_group.to(tl.pointer_type(tl.uint16), bitcast=True), word.to(tl.uint16), mask=m_group)
+            store_pieces(p_row, m_row, word.to(tl.uint16), 1, 0, DIM // 8)
         elif BITS == 4:
-            tl.store(p_group.to(tl.pointer_type(tl.uint32), bitcast=True), word.to(tl.uint32, bitcast=True), m_group)
-        else:
-            for i in tl.static_range(BITS):
-                tl.store(p_group + i, ((word >> 8 * i) & 255).to(tl.uint8), mask=m_group)
+            store_pieces(p_row, m_row, word.to(tl.uint32, bitcast=True), 1, 0, DIM // 8)
+        else:  # 16 codes are 3 pieces of 16 bits
+            low, high = tl.split(tl.reshape(word, [rows, GROUPS // 2, 2]))
+            store_pieces(p_row, m_row, low.to(tl.uint16), 3, 0, DIM // 16)
+            store_pieces(p_row, m_row, (low >> 16 | high << 8).to(tl.uint16), 3, 1, DIM // 16)
+            store_pieces(p_row, m_row, (high >> 8).to(tl.uint16), 3, 2, DIM // 16)
     else:
         word = tl.sum(planes.to(tl.int64) << (o_plane * BITS).to(tl.int64)[None, :, None], axis=1)
         if BITS == 8:
-            tl.store(p_group.to(tl.pointer_type(tl.int64), bitcast=True), word, mask=m_group)
+            store_pieces(p_row, m_row, word, 1, 0, DIM // 8)
+        elif BITS == 6:
+            for i in tl.static_range(3):
+                store_pieces(p_row, m_row, (word >> 16 * i).to(tl.uint16), 3, i, DIM // 8)
         else:
             for i in tl.static_range(BITS):
-                tl.store(p_group + i, ((word >> 8 * i) & 255).to(tl.uint8), mask=m_group)
+                store_pieces(p_row, m_row, (word >> 8 * i).to(tl.uint8), BITS, i, DIM // 8)
+
+
+@triton.jit
+def store_pieces(p_row, m_row, x, STEP: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """x [rows, n], of which the first COUNT exist, to pieces FIRST, FIRST + STEP, … of rows at byte pointers. Typed
+    pointers let neighbours be stored together; rows start at even addresses, at 4 and 8 bits at multiples of 8."""
+    o_piece = tl.arange(0, x.shape[1])
+    p = p_row.to(tl.pointer_type(x.dtype), bitcast=True)[:, None] + (o_piece * STEP + FIRST)[None, :]
+    m = m_row[:, None]
+    if x.shape[1] > COUNT:
+        m = m & (o_piece < COUNT)[None, :]
+    tl.store(p, x, mask=m)

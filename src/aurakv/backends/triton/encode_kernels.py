@@ -2,8 +2,9 @@
 
 In: vectors [tokens, heads, dim] of any strides, float32/16/bfloat16; offset [heads, dim] float32 or none.
 Out: rows of packed codes with one scale each (Codec), or raw vectors at 16 bits.
-Constexprs: K, V, SIDE (tables.Encoder); HEADS; ROWS vectors at a time; SEQS see slots.find_block; RING.
-The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as slots.find_block has.
+Constexprs: K, V, SIDE (tables.Encoder); HEADS; ROWS vectors at a time, LONG see slots.place_rows; SEQS see
+slots.find_block; RING. The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as
+slots.find_block has (LONG: of tokens, times HEADS).
 """
 
 # mypy: ignore-errors
@@ -11,7 +12,7 @@ The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at le
 import triton
 import triton.language as tl
 
-from .codes import cast, coordinates, quantise, quantise_symmetric, store_codes, to_levels
+from .codes import INTERPRETED, cast, coordinates, load_cells, quantise, quantise_cells, store_codes, to_levels
 from .slots import advance_lengths, place_rows
 
 # These vary from call to call: no kernel of its own when one of them is 1 or a multiple of 16.
@@ -41,12 +42,16 @@ def rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE: tl.constexp
         b_part = b_matrix
         if SIDE.chunk < SIDE.dim:
             b_part = load_matrix(p_matrix, c, SIDE)
-        y = tl.dot(x.to(SIDE.operand), b_part, y, input_precision="tf32x3")
+        if SIDE.chunk < SIDE.dim:  # tensor cores cut long sums off instead of rounding them: parts are added outside
+            part = tl.dot(x.to(SIDE.operand), b_part, input_precision="tf32x3")
+            y = tl.fma(part, tl.full(part.shape, 1.0, tl.float32), y)
+        else:
+            y = tl.dot(x.to(SIDE.operand), b_part, y, input_precision="tf32x3")
     return y
 
 
 @triton.jit
-def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_bounds, p_data, p_scale,
+def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_bounds, cells, p_data, p_scale,
                 DTYPE: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
     """Encode vectors at p_row [rows] into bytes at p_data [rows] and scales at p_scale [rows] of type DTYPE."""
     COLUMNS: tl.constexpr = SIDE.columns
@@ -54,8 +59,7 @@ def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_
     DIM: tl.constexpr = SIDE.dim
     GROUPS: tl.constexpr = SIDE.groups
     COEF: tl.constexpr = SIDE.coef
-    BOUNDS: tl.constexpr = SIDE.bounds
-    SYMMETRIC: tl.constexpr = SIDE.symmetric
+    CELLS: tl.constexpr = SIDE.cells
     o_coordinate = coordinates(COLUMNS, BITS)
     m_column = (o_coordinate < SIDE.dim)[None, :]
     if SIDE.bits == 16:
@@ -77,18 +81,17 @@ def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_
         rms = tl.sqrt(power / DIM)
         rms = tl.where(rms > 0, rms, 1.0)
         z = y * (1.0 / rms)[:, None]
-        if len(SYMMETRIC) > 0:
-            code, size, level = quantise_symmetric(z, BITS, BOUNDS, SYMMETRIC)
+        if len(CELLS) > 0:
+            code, level = quantise_cells(z, cells, CELLS)
         else:
-            code = quantise(z, p_bounds, BITS, BOUNDS)
-            size = z
+            code = quantise(z, p_bounds, BITS)
             level = to_levels(code.to(tl.uint32), p_levels, BITS, COEF)
         if COLUMNS > DIM:
             level = tl.where(m_column, level, 0.0)
         energy = tl.sum(level * level, 1)
         scale = tl.sqrt(power / energy)
         if SIDE.lsq:
-            scale = tl.sum(size * level, 1) * rms / energy
+            scale = tl.sum(z * level, 1) * rms / energy
         scale *= SIDE.post
         scale = tl.where((energy > 0) & (power > 0), scale * unit, 0.0)
         scale = tl.where(scale > SIDE.largest, SIDE.largest, tl.where(scale < -SIDE.largest, -SIDE.largest, scale))
@@ -104,6 +107,16 @@ def whole_matrix(p_matrix, SIDE: tl.constexpr):
         return tl.full([], 0.0, tl.float32)
     else:
         return load_matrix(p_matrix, 0, SIDE)
+
+
+@triton.jit
+def table_cells(p_bounds, SIDE: tl.constexpr):
+    """What `encode_rows` takes as cells."""
+    if len(SIDE.cells) > 0:
+        return load_cells(p_bounds)
+    else:
+        nothing = tl.full([], 0, tl.int32)
+        return nothing, nothing
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -138,34 +151,53 @@ def encode_kernel(
     p_row = x + i_token * stride_token + i_head * stride_head
     p_data = data + o_row.to(tl.int64) * row_bytes
     b_matrix = whole_matrix(matrix, SIDE)
+    cells = table_cells(bounds, SIDE)
     encode_rows(
-        p_row, stride_dim, p_offset, m_row, matrix, b_matrix, levels, bounds, p_data, p_scale, DTYPE, SIDE
+        p_row, stride_dim, p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, SIDE
     )  # fmt: skip
 
 
 @triton.jit
+def prefetch_rows(p_row, m_row, SIDE: tl.constexpr):
+    """Ask for the cache lines of rows that are needed soon, without waiting."""
+    LINE: tl.constexpr = 1024 // p_row.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (SIDE.columns + LINE - 1) // LINE
+    o_line = tl.arange(0, LINES) * LINE
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+        [p_row[:, None] + o_line[None, :], (m_row[:, None] & (o_line < SIDE.dim)[None, :]).to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
 def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
-                BYTES: tl.constexpr, DTYPE: tl.constexpr, SIDE: tl.constexpr, HEADS: tl.constexpr, RING: tl.constexpr,
-                SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                BYTES: tl.constexpr, DTYPE: tl.constexpr, SIDE: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr,
+                RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Keys or values x of every so many-th block into the pages; whether one was refused."""
     b_matrix = whole_matrix(matrix, SIDE)
+    cells = table_cells(bounds, SIDE)
     known_seq = tl.full([], -1, tl.int32)
     known_fits = tl.full([], 0, tl.int32)
     refused = tl.full([], False, tl.int1)
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         i_token, i_head, i_row, o_piece, m_row, known_seq, known_fits, no = place_rows(
-            pool, i_block, known_seq, known_fits, HEADS, RING, SEQS, ROWS
+            pool, i_block, known_seq, known_fits, HEADS, LONG, RING, SEQS, ROWS
         )
         refused = refused | no
         p_offset = None
         if offset is not None:
             p_offset = offset + i_head * SIDE.dim
         p_row = x + i_token.to(tl.int64) * stride[0] + i_head * stride[1]
+        if LONG and not INTERPRETED:
+            ahead = tl.num_programs(0) // HEADS * ROWS  # tokens to this program's next block, as a rule
+            prefetch_rows(
+                p_row + ahead.to(tl.int64) * stride[0], m_row & (i_token + ahead < pool[4]) & (stride[2] == 1), SIDE
+            )
         p_piece = data + o_piece * page_bytes
         p_data = p_piece + codes + i_row.to(tl.int64) * BYTES
         p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
         encode_rows(
-            p_row, stride[2], p_offset, m_row, matrix, b_matrix, levels, bounds, p_data, p_scale, DTYPE, SIDE
+            p_row, stride[2], p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, SIDE
         )  # fmt: skip
     return refused
 
@@ -212,6 +244,7 @@ def append_kernel(
     V_BYTES: tl.constexpr,
     K_DTYPE: tl.constexpr,
     V_DTYPE: tl.constexpr,
+    LONG: tl.constexpr,
     RING: tl.constexpr,
     SEQS: tl.constexpr,
     SEQS_AT_ONCE: tl.constexpr,
@@ -223,12 +256,12 @@ def append_kernel(
     if tl.program_id(1) == 0:
         refused = append_side(
             k, (k_token, k_head, k_dim), key_offset, key_matrix, key_levels, key_bounds, data, page_bytes, key_codes,
-            key_scales, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, RING, SEQS, ROWS,
+            key_scales, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, RING, SEQS, ROWS,
         )  # fmt: skip
     else:
         refused = append_side(
             v, (v_token, v_head, v_dim), value_offset, value_matrix, value_levels, value_bounds, data, page_bytes,
-            value_codes, value_scales, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, RING, SEQS, ROWS,
+            value_codes, value_scales, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, RING, SEQS, ROWS,
         )  # fmt: skip
     advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
 
@@ -279,7 +312,7 @@ def append_codes_kernel(
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
     nobody = tl.full([], -1, tl.int32)
     i_token, i_head, i_row, o_piece, m_row, _, _, refused = place_rows(
-        pool, tl.program_id(0), nobody, nobody, HEADS, RING, SEQS, ROWS
+        pool, tl.program_id(0), nobody, nobody, HEADS, False, RING, SEQS, ROWS
     )
     o_source = i_token.to(tl.int64) * HEADS + i_head
     p_piece, row = data + o_piece * page_bytes, i_row.to(tl.int64)

@@ -20,7 +20,7 @@ from ...scoring import Scoring
 from . import tables
 from .extend_decode import key_asm, value_asm
 from .extend_kernel import extend_kernel
-from .fast_levels import minifloat
+from .fast_levels import minifloat_step
 from .queries import prepare_integers_kernel
 from .results import LOG2E, finish
 from .store import blocks
@@ -98,9 +98,8 @@ def _value(codec: Codec) -> tuple[tuple[int, str], float, bool] | None:
         return (codec.bits, value_asm("table", levels)), 1.0, False
     if cubic := tables.cubic(levels):  # of twice the distance from the middle
         return (4, value_asm("cubic", (2 * cubic[0], 8 * cubic[1]))), 1.0, True
-    step = levels[15] / (minifloat(15) - minifloat(0))
-    same = all(abs(step * (minifloat(n) - minifloat(15 - n)) - x) <= 2e-6 * levels[15] for n, x in enumerate(levels))
-    return ((4, value_asm("minifloat", ())), step * 65536.0, True) if same and 0 < step < 0.9 else None
+    found = minifloat_step(levels)
+    return None if found is None or found > 0.9 * 65536 else ((4, value_asm("minifloat", ())), found, True)
 
 
 def workspace_bytes_extend(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:

@@ -114,15 +114,16 @@ def attend_fast(
     cap = scoring.softcap
     multiplier = scoring.multiplier(dim) * math.log2(math.e) * (2 / cap if cap else 1)
     keys, values, scales = _descriptors(pages)
+    layout = format.layout(pages.page_size)
     fast_kernel.fast_decode[(programs,)](
-        keys, values, scales, q, _signs(format.key, device), _constants(levels, device),
+        keys, values, scales, pages.data.view(torch.int16), q, _signs(format.key, device), _constants(levels, device),
         lse if key_offset is None else key_offset, pages.table, pages.lengths, ends, starts, pieces, lses,
         seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
-        q.stride(0), programs,
+        q.stride(0), programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
-        OFFSET=cap is not None and key_offset is not None, STAGES=STAGES, **flags,
-        num_warps=1, maxnreg=_registers(format, rows),
+        OFFSET=cap is not None and key_offset is not None, STAGES=STAGES,
+        WHOLE=pages.page_size % _tile(pages) == 0, **flags, num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
     together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
@@ -171,9 +172,12 @@ def _page_tiles(pages: Pages) -> int:
 
 def _residents(format: Format, rows: int) -> int:
     """Programs that share a multiprocessor: two or three for each of its four parts."""
+    return 8 if _light(format) or _registers(format, rows) > 168 else 16 if _registers(format, rows) <= 128 else 12
+
+
+def _light(format: Format) -> bool:
     levels = fast_levels.levels(format)
-    light = levels is not None and levels.value.kind == fast_levels.MINIFLOAT and format.key.dim == 128
-    return 8 if light or _registers(format, rows) > 168 else 12
+    return levels is not None and levels.value.kind == fast_levels.MINIFLOAT and format.key.dim == 128
 
 
 def _registers(format: Format, rows: int) -> int:
@@ -181,6 +185,10 @@ def _registers(format: Format, rows: int) -> int:
     key, value = format.key, format.value
     if key.dim == 256 or value.bits == 8 or (key.bits == 8 and value.bits < 4):
         return 255
+    if key.dim == 64 and key.bits < 8 and rows <= 4:
+        return 128
+    if key.bits == 3 and _light(format):
+        return 216
     return 168 if key.dim == 64 or key.bits == 8 or rows <= 4 else 216
 
 
@@ -197,15 +205,14 @@ def _descriptors(pages: Pages) -> tuple[TensorDescriptor, ...]:
         words = pages.data.view(torch.int16)  # [pages, kv_heads, bytes / 2]
         pieces, size, tile = words.shape[0] * words.shape[1], words.shape[2], _tile(pages)
         swizzled = gl.NVMMASharedLayout(128, 16, rank=4)  # lines of 128 bytes, the widest that TMA swizzles
-        plain = gl.NVMMASharedLayout(0, 16, rank=4)
         key, value = pages.format.key, pages.format.value
         both = 2 if key.bits == value.bits != 3 else 1
 
         def codes(at: int, codec: Codec) -> TensorDescriptor:
             start = words.storage_offset() + at // 2
-            if codec.bits == 3:  # rows of three 16-byte pieces: TMA adds a fourth of zeros
-                view = words.as_strided((pieces, pages.page_size, 3, 8), (size, 24, 8, 1), start)
-                return TensorDescriptor.from_tensor(view, [1, tile, 4, 8], plain)
+            if codec.bits == 3:  # rows of 48 bytes, to which TMA adds 16 of zeros
+                view = words.as_strided((pieces, 1, pages.page_size, 24), (size, size, 24, 1), start)
+                return TensorDescriptor.from_tensor(view, [1, 1, tile, 32], gl.NVMMASharedLayout(64, 16, rank=4))
             lines = -(-pages.page_size * codec.row_bytes // 128)
             view = words.as_strided((pieces, both, lines, 64), (size, layout.value_codes // 2, 64, 1), start)
             return TensorDescriptor.from_tensor(view, [1, both, tile * codec.row_bytes // 128, 64], swizzled)

@@ -7,10 +7,10 @@ Their sum is the level; a second integer MMA does the addition. Of 2 bits: codes
 3 bits: 12 bytes of a row belong to a lane; codes are spread to nibbles. Of 8 bits: a cubic in float16, `_key_cubic`.
 
 Values. `ldmatrix.trans` on 16-bit units gives registers [token t: a unit | token t+1: the same unit]; code i of both
-halves is one half2. MINIFLOAT: a 4-bit code at bits 8-11 of a half is a small float f(code); level = f(code) −
-f(15 − code), by two MMAs. CUBIC: 1024 + code by the exponent trick, then a cubic in half2 arithmetic. BITS: 2-bit codes
-under a mask are tiny floats; a second MMA adds what the upper bit has too much. Of 3 bits: 6 bytes belong to a lane, so
-lanes exchange their units first.
+halves is one half2. MINIFLOAT: a 4-bit code at bits 8-11 of a half (3 bits: 9-11) is a small float f(code); level =
+f(code) − f(last code − code), by two MMAs. CUBIC: 1024 + code by the exponent trick, then a cubic in half2 arithmetic.
+BITS: 2-bit codes under a mask are tiny floats; a second MMA adds what the upper bit has too much. Of 3 bits: 6 bytes
+belong to a lane, so lanes exchange their units first.
 
 Inline assembly here moves data between lanes or changes the meaning of the index; the callers' layouts say how.
 """
@@ -104,7 +104,7 @@ def _value_bits() -> str:
 
 def _value_minifloat() -> str:
     """$0-$3: f(code) of codes 0-3; $4-$7: −f(15 − code), by integer subtraction of the bits. $9 is −1."""
-    mask, tail = 0x0F000F00, MINIFLOAT_TAIL << 16 | MINIFLOAT_TAIL
+    mask, tail = 0x0F000F00, MINIFLOAT_TAIL[4] << 16 | MINIFLOAT_TAIL[4]
     lines = ["{", ".reg .b32 a, b, c;", "shl.b32 a, $8, 8;", "shl.b32 b, $8, 4;", "shr.u32 c, $8, 4;"]
     for i, source in enumerate(("a", "b", "$8", "c")):
         lines.append(f"lop3.b32 ${i}, {source}, {mask}, {tail}, 0xEA;")  # (source & mask) | tail
@@ -152,10 +152,9 @@ def _key3() -> str:
     return "\n".join([*lines, "}"])
 
 
-def _value_cubic3() -> str:
-    """$0-$15: x + b·x³ of codes 0-15 of the 48 bits that are lane g's, x = code − 3.5. $16-$18: units g, g + 8, g + 16.
-    $19 $21: 1 and b in both halves."""
-    lines = ["{", ".reg .b32 l, g, a, s0, s1, s2, p0, p1, p2, q0, q1, q2, x, t, magic, unit, middle;"]
+def _exchange3() -> list[str]:
+    """p0 p1 p2: units 3g, 3g + 1, 3g + 2 from $16-$18, which are units g, g + 8, g + 16."""
+    lines = [".reg .b32 l, g, a, s0, s1, s2, p0, p1, p2, t;"]
     # unit 3g + j is in lane (3g + j) mod 8 = g', which sends its unit number (g' + 2j) mod 3
     lines += [".reg .pred one, two;", "mov.u32 l, %laneid;", "shr.u32 g, l, 2;", "mul.lo.u32 a, g, 11;"]
     lines += ["shr.u32 a, a, 5;", "mul.lo.u32 a, a, 3;", "sub.u32 a, g, a;"]
@@ -165,6 +164,13 @@ def _value_cubic3() -> str:
     lines += ["and.b32 l, l, 3;", "mad.lo.u32 l, g, 12, l;"]
     for j in range(3):
         lines += [f"add.u32 t, l, {4 * j};", "and.b32 t, t, 31;", f"shfl.sync.idx.b32 p{j}, s{j}, t, 0x1f, 0xffffffff;"]
+    return lines
+
+
+def _value_cubic3() -> str:
+    """$0-$15: x + b·x³ of codes 0-15 of the 48 bits that are lane g's, x = code − 3.5. $16-$18: units g, g + 8, g + 16.
+    $19 $21: 1 and b in both halves."""
+    lines = ["{", *_exchange3(), ".reg .b32 q0, q1, q2, x, magic, unit, middle;"]
     lines += ["mov.b32 magic, 0x64006400;", "shr.u32 q0, p0, 8;", "shr.u32 q1, p1, 7;", "shr.u32 q2, p2, 9;"]
     lines += ["shl.b32 p0, p0, 1;"]  # a code's place is at least bit 1, so that its middle is a float16 number
     places = (("p0", 1), ("p0", 4), ("p0", 7), ("q0", 1), ("q0", 4), None, ("p1", 2), ("p1", 5), ("q1", 1), ("q1", 4),
@@ -185,12 +191,40 @@ def _value_cubic3() -> str:
     return "\n".join([*lines, "}"])
 
 
+def _value_minifloat3() -> str:
+    """$0-$15: f(code) of codes 0-15 of lane g's 48 bits, the code at bits 9-11 of each half. $16-$18 as above."""
+    mask, tail = 0x0E000E00, MINIFLOAT_TAIL[3] << 16 | MINIFLOAT_TAIL[3]
+
+    def moved(word: str, left: int) -> list[str]:
+        return [f"shl.b32 t, {word}, {left};" if left > 0 else f"shr.u32 t, {word}, {-left};"]
+
+    lines = ["{", *_exchange3()]
+    for i in range(16):
+        word, at = divmod(3 * i, 16)
+        some = mask if at <= 13 else 0x02000200 if at == 15 else 0x06000600  # a code may go on in the next word
+        lines += moved(f"p{word}", 9 - at)
+        lines.append(f"lop3.b32 ${i}, t, {some}, {tail}, 0xEA;")  # (t & mask) | tail
+        if some != mask:
+            lines += moved(f"p{word + 1}", 25 - at)
+            lines.append(f"lop3.b32 ${i}, t, {mask ^ some}, ${i}, 0xEA;")
+    return "\n".join([*lines, "}"])
+
+
+def _complement3() -> str:
+    """$0: −f(7 − code) from f(code) in $1, by integer subtraction of the bits. $2 is −1."""
+    mask, tail = 0x0E000E00, MINIFLOAT_TAIL[3] << 16 | MINIFLOAT_TAIL[3]
+    return f"mad.lo.s32 $0, $1, $2, {(mask + 2 * tail) ^ 0x80008000};"
+
+
 _KEY3 = gl.constexpr(_key3())
 _VALUE_CUBIC3 = gl.constexpr(_value_cubic3())
+_VALUE_MINIFLOAT3 = gl.constexpr(_value_minifloat3())
+_COMPLEMENT3 = gl.constexpr(_complement3())
 
 
 _KEY3_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 36))
 _VALUE3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 7))
+_MINIFLOAT3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 3))
 
 
 @gluon.jit
@@ -209,6 +243,23 @@ def value_levels_cubic3(a, b, c, one, bend):
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
                gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=False, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def value_levels_minifloat3(a, b, c):
+    """The same for minifloat tables, level = f(code) − f(7 − code): f of the codes."""
+    return gl.inline_asm_elementwise(
+        _VALUE_MINIFLOAT3, _MINIFLOAT3_OPERANDS, [a, b, c],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
+               gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=False, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def complement3(plane, minus_one):
+    return gl.inline_asm_elementwise(
+        _COMPLEMENT3, "=r,r,r,r", [plane, minus_one], dtype=gl.float16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit

@@ -6,14 +6,16 @@ travel by TMA into a ring of STAGES buffers, across the borders of jobs and sequ
 job is one piece (out normalised, log2 of the summed weights); `fast_merge` puts pieces together.
 
 In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
-     size one [pages · kv_heads, key or value, …], of 3 bits [pages · kv_heads, page_size, 3 of 4 pieces, 8]; scales:
-     descriptor [pages · kv_heads, key or value, page_size] float16; q [tokens, heads, DIM], strided; signs float32
-     [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4 for values (fast_levels), lanes of even
-     columns; offset float32 [kv_heads, DIM] if OFFSET, which soft caps need; starts [seqs + 1] if SEVERAL.
+     size one [pages · kv_heads, key or value, …], of 3 bits [pages · kv_heads, 1, page_size, 24 of 32], which only say
+     where a tile goes: 3 bits are read from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
+     keys_at · 8 and values_at · 8; scales: descriptor [pages · kv_heads, key or value, page_size] float16; q
+     [tokens, heads, DIM], strided; signs float32 [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4
+     for values (fast_levels), lanes of even columns; offset float32 [kv_heads, DIM] if OFFSET, which soft caps need;
+     starts [seqs + 1] if SEVERAL.
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
 Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
-     SINKS see fast_schedule; SEQS a power of two from seqs on.
+     SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles.
 The launcher guarantees: ROWS ≤ 8, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
 kernel and its first three parameters are known to `prefetch_descriptors`.
 """
@@ -41,6 +43,7 @@ from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch,
 from .fast_schedule import (
     add,
     advance,
+    arrivals,
     enter,
     fetch,
     look_up,
@@ -98,12 +101,13 @@ def capped(s, cap, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def fast_decode(
-    keys, values, scales, q, signs, constants, offset, table, lengths, ends, starts, pieces, lses,
+    keys, values, scales, codes, q, signs, constants, offset, table, lengths, ends, starts, pieces, lses,
     seqs, tokens, kv_heads, width, pinned, page_tiles, first, recent, window, sinks, cap,
-    score_scale, bias_scale, value_scale, value_shift, q_stride, programs,
+    score_scale, bias_scale, value_scale, value_shift, q_stride, programs, piece_size, page_size, keys_at, values_at,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
     LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr, WINDOW: gl.constexpr,
     SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):  # fmt: skip
     KU: gl.constexpr = copy_units(KEY_BITS, DIM)
     VU: gl.constexpr = copy_units(VALUE_BITS, DIM)
@@ -132,8 +136,9 @@ def fast_decode(
         gl.SwizzledSharedLayout(4 if KEY_BITS < 8 else 8, 1, 8 if KEY_BITS < 8 or DIM > 64 else 4, [1, 0]),
     )  # fmt: skip
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=arrivals(KEY_BITS, VALUE_BITS))
     sources = (keys, values, scales)
+    rows = ((codes, piece_size, page_size), keys_at, values_at)
     buffers = (s_keys, s_values, s_scales)
 
     # this program's tiles
@@ -163,7 +168,7 @@ def fast_decode(
     cursor = (left, seq, job, tile, span, entry, inside)
     for i in range(gl.minimum(STAGES, left)):
         page = look_up(cursor, table, width)
-        fetch(cursor, page, i, sources, buffers, bars, kv_heads, TILE, KEY_BITS, VALUE_BITS, DIM)
+        fetch(cursor, page, i, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
         cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
     slot = 0
     phase = 0
@@ -299,7 +304,9 @@ def fast_decode(
             w = gl.convert_layout(w, B2, assert_trivial=True)
             sums = add_values(value_codes.index(SIDES - 1), w, sums, value_constants, VALUE_BITS, LEVELS, mma)
             if cursor[0] > 0:
-                fetch(cursor, page, slot, sources, buffers, bars, kv_heads, TILE, KEY_BITS, VALUE_BITS, DIM)
+                fetch(
+                    cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM
+                )
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
             slot += 1
             if slot == STAGES:

@@ -66,12 +66,13 @@ def copy_units(bits, dim):
 
 @gluon.constexpr_function
 def shared_unit_layout(tile, units, bits):
-    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled."""
+    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled among 8.
+    Of 3 bits as `piece_layout` has it."""
     count = (tile * units - 1).bit_length()
     inner = (units - 1).bit_length()
     flat = [[0, 1 << i] if i < inner else [1 << i - inner, 0] for i in range(count)]
     bases = [list(base) for base in flat]
-    for i in range(0 if bits == 3 else 3):  # bits of the line's number, and the pieces that they exchange
+    for i in range(2 if bits == 3 else 3):  # bits of the line's number, and the pieces that they exchange
         if 6 + i < count:
             bases[6 + i] = [flat[6 + i][0] + flat[3 + i][0], flat[6 + i][1] + flat[3 + i][1]]
     return gl.SharedLinearLayout(bases, [], 1024)
@@ -83,3 +84,12 @@ def weight_layout(tile):
     regs = [[0, 0, 0, 0, 1]] + [[1 << i, 0, 0, 0, 0] for i in range((tile // 16 - 1).bit_length())]
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0]]
     return gl.DistributedLinearLayout(regs, lanes, [], [], [tile // 16, 4, 2, 4, 2])
+
+
+@gluon.constexpr_function
+def piece_layout(tile):
+    """Rows of 3-bit codes [tile, 4 pieces of 16 bytes, 8 units], a piece swizzled among those of its row."""
+    bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0]]
+    rows = [[1 << i, 0, 0] for i in range((tile - 1).bit_length())]
+    rows[1:3] = [[2, 1, 0], [4, 2, 0]]
+    return gl.SharedLinearLayout(bases + rows, [], 1024)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...codebook import Levels as Table
 from ...codec import Codec, Format
 
-MINIFLOAT_TAIL = 88  # bits under a minifloat code: 88/256 of a unit in the last place
+MINIFLOAT_TAIL = {3: 190, 4: 88}  # bits under a minifloat code, which lies at bits 9-11 or 8-11 of a float16 number
 
 KEY_ERROR = 2e-4  # of the cubic's leading coefficient in float16, relative
 
@@ -119,11 +119,10 @@ def _bend(levels: Table) -> tuple[float, float] | None:
 def _value_levels(codec: Codec) -> ValueLevels | None:
     if codec.bits == 2:
         return _value_bits(codec.levels)
-    if codec.bits == 4:
-        small = [minifloat(n) - minifloat(15 - n) for n in range(16)]
-        step = codec.levels[-1] / small[-1]
-        if all(abs(t * step - x) <= 2e-6 * codec.levels[-1] for t, x in zip(small, codec.levels, strict=True)):
-            return ValueLevels(MINIFLOAT, step * 65536.0, 0.0, (0xFFFFFFFF,))
+    if codec.bits in MINIFLOAT_TAIL:
+        step = minifloat_step(codec.levels)
+        if step is not None:
+            return ValueLevels(MINIFLOAT, step, 0.0, (0xFFFFFFFF,))
     found = _bend(codec.levels)
     if found is None:
         return None
@@ -145,7 +144,16 @@ def _value_bits(levels: Table) -> ValueLevels | None:
     return ValueLevels(BITS, step * 2.0**24, -outer, (half2(rho / 2),))
 
 
-def minifloat(n: int) -> float:
-    """What code n at bits 8-11 of a float16 number is, in units of 2^-16, with MINIFLOAT_TAIL below it."""
-    exponent, mantissa = n >> 2, (n & 3) + MINIFLOAT_TAIL / 256
-    return mantissa if exponent == 0 else (4 + mantissa) * 2.0 ** (exponent - 1)
+def minifloat_step(levels: Table) -> float | None:
+    """A level is this times f(code) − f(last code − code), f = `minifloat`; None if the levels are something else."""
+    last, bits = len(levels) - 1, len(levels).bit_length() - 1
+    small = [minifloat(n, bits) - minifloat(last - n, bits) for n in range(last + 1)]
+    step = levels[-1] / small[-1]
+    same = all(abs(t * step - x) <= 2e-6 * abs(levels[-1]) for t, x in zip(small, levels, strict=True))
+    return step if same and step > 0 else None
+
+
+def minifloat(n: int, bits: int) -> float:
+    """What code n at bits 12 − bits … 11 of a float16 number is, with MINIFLOAT_TAIL below it."""
+    (x,) = struct.unpack("<e", struct.pack("<H", n << 12 - bits | MINIFLOAT_TAIL[bits]))
+    return float(x)

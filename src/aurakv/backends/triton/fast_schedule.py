@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .fast_layouts import copy_units
+from .fast_layouts import copy_units, piece_layout
 
 
 class Scan(NamedTuple):
@@ -132,26 +133,56 @@ def look_up(cursor, table, width):
 
 @gluon.jit
 def copy_codes(source, piece, row, bar, buffer, BITS: gl.constexpr, DIM: gl.constexpr):
-    if BITS == 3:
-        tma.async_copy_global_to_shared(source, [piece, row, 0, 0], bar, buffer)
-    else:
-        tma.async_copy_global_to_shared(source, [piece, 0, row * (DIM * BITS // 16) // 64, 0], bar, buffer)
+    tma.async_copy_global_to_shared(source, [piece, 0, row * (DIM * BITS // 16) // 64, 0], bar, buffer)
+
+
+@gluon.jit
+def copy_rows(rows, at, piece, row, buffer, WHOLE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
+    """The same for 3 bits, whose rows of 48 bytes are padded to 64 on the way: TMA would read every row by itself, and
+    what lies between two rows twice. The barrier counts each lane."""
+    codes, size, page_size = rows
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [8, 4, 1], [1, 1, 1], [2, 1, 0])
+    r = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    piece_of = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    u = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    start = codes + (piece.to(gl.int64) * size + at) * 8 + row * (DIM * 3 // 16)
+    source = start + (r * (DIM * 3 // 16) + piece_of * 8 + u)
+    there = (piece_of < 3) & (r >= 0) & (u >= 0)
+    if not WHOLE:
+        there = there & (r < page_size - row)
+    target = buffer._reinterpret(gl.int16, [TILE, 4, 8], piece_layout(TILE))
+    async_copy.async_copy_global_to_shared(target, source, there)
+
+
+@gluon.constexpr_function
+def arrivals(key_bits, value_bits):
+    """How often a tile's barrier is arrived at: by TMA, and where a side has 3 bits by each lane."""
+    return 33 if 3 in (key_bits, value_bits) else 1
 
 
 @gluon.jit
 def fetch(
-    cursor, page, slot, sources, buffers, bars, kv_heads, TILE: gl.constexpr,
+    cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE: gl.constexpr, TILE: gl.constexpr,
     KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of the tile under the cursor into a slot of the ring."""
     piece = page * kv_heads + cursor[2] // cursor[4][4]
     row = cursor[6] * TILE
     bar = bars.index(slot)
-    mbarrier.expect(bar, TILE * (2 * copy_units(KEY_BITS, DIM) + 2 * copy_units(VALUE_BITS, DIM) + 4))
-    copy_codes(sources[0], piece, row, bar, buffers[0].index(slot), KEY_BITS, DIM)
-    if KEY_BITS != VALUE_BITS or KEY_BITS == 3:  # else keys and values came together
-        copy_codes(sources[1], piece, row, bar, buffers[1].index(slot), VALUE_BITS, DIM)
+    KEY_UNITS: gl.constexpr = copy_units(KEY_BITS, DIM) if KEY_BITS != 3 else 0
+    VALUE_UNITS: gl.constexpr = copy_units(VALUE_BITS, DIM) if VALUE_BITS != 3 else 0
+    mbarrier.expect(bar, TILE * (2 * KEY_UNITS + 2 * VALUE_UNITS + 4))
     tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
+    if KEY_BITS != 3:
+        copy_codes(sources[0], piece, row, bar, buffers[0].index(slot), KEY_BITS, DIM)
+    else:
+        copy_rows(rows[0], rows[1], piece, row, buffers[0].index(slot), WHOLE, TILE, DIM)
+    if VALUE_BITS == 3:
+        copy_rows(rows[0], rows[2], piece, row, buffers[1].index(slot), WHOLE, TILE, DIM)
+    elif KEY_BITS != VALUE_BITS:  # else keys and values came together
+        copy_codes(sources[1], piece, row, bar, buffers[1].index(slot), VALUE_BITS, DIM)
+    if KEY_BITS == 3 or VALUE_BITS == 3:
+        async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit

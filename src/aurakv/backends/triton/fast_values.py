@@ -14,11 +14,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from . import fast_levels
 from .fast_codes import (
+    complement3,
     value_bits,
     value_levels_cubic,
     value_levels_cubic3,
     value_levels_cubic8,
     value_levels_minifloat,
+    value_levels_minifloat3,
 )
 from .fast_layouts import value_eighth_layout
 from .fast_primitives import (
@@ -90,7 +92,7 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
         for i in gl.static_range(8):
             new = new + (mma_v2(planes[8 + i], w2, mma_v2(planes[i], w, sums[i])),)  # noqa: RUF005
         return new + (mma_v2(ones, w, sums[8]),)  # noqa: RUF005
-    elif LEVELS == MINIFLOAT:
+    elif LEVELS == MINIFLOAT and BITS == 4:
         planes = value_levels_minifloat(values, constants[0])
         a0 = mma_v2(planes[0], w, sums[0])
         a1 = mma_v2(planes[1], w, sums[1])
@@ -111,12 +113,17 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
         a = gl.convert_layout(a, EIGHTH, assert_trivial=True)
         b = gl.convert_layout(b, EIGHTH, assert_trivial=True)
         c = gl.convert_layout(c, EIGHTH, assert_trivial=True)
-        planes = value_levels_cubic3(a, b, c, constants[0], constants[1])
+        if LEVELS == MINIFLOAT:
+            planes = value_levels_minifloat3(a, b, c)
+        else:
+            planes = value_levels_cubic3(a, b, c, constants[0], constants[1])
         new = ()
         for i in gl.static_range(8):
-            both = gl.permute(gl.join(planes[i], planes[i + 8]), (2, 0, 1)).reshape([16, TILE])
-            both = gl.convert_layout(both, A, assert_trivial=True)
-            new = new + (mma_v2(both, w, sums[i]),)  # noqa: RUF005
+            total = mma_v2(side_by_side(planes[i], planes[i + 8], A), w, sums[i])
+            if LEVELS == MINIFLOAT:
+                first, last = complement3(planes[i], constants[0]), complement3(planes[i + 8], constants[0])
+                total = mma_v2(side_by_side(first, last, A), w, total)
+            new = new + (total,)  # noqa: RUF005
         return new
     elif BITS == 4:
         v0, v1, v2, v3 = value_levels_cubic(values, constants[0], constants[1], constants[2], constants[3])
@@ -124,6 +131,13 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
     else:
         v0, v1 = value_levels_cubic8(values, constants[0], constants[1], constants[2], constants[3])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1])
+
+
+@gluon.jit
+def side_by_side(a, b, layout: gl.constexpr):
+    """[8, TILE] and [8, TILE] as an operand of 16 rows."""
+    both = gl.permute(gl.join(a, b), (2, 0, 1)).reshape([16, a.shape[1]])
+    return gl.convert_layout(both, layout, assert_trivial=True)
 
 
 @gluon.jit

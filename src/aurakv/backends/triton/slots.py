@@ -84,15 +84,22 @@ def sequences_fit(pool, b_seq, m_seq, b_old, b_new, RING: tl.constexpr, SEQS: tl
 
 
 @triton.jit
-def place_rows(pool, i_block, known_seq, known_fits, HEADS: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr,
-               ROWS: tl.constexpr):  # fmt: skip
+def place_rows(pool, i_block, known_seq, known_fits, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
+               SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Rows (token, head) of a block of an append: their token, head, row inside the page, the page's piece for that
-    head, and which of them are written; the sequence and whether it has room, which is known of `known_seq`."""
+    head, and which of them are written; the sequence and whether it has room, which is known of `known_seq`.
+
+    LONG: a block is tokens of one head, neighbours in a page; else all heads of a token are neighbours."""
     table, lengths, _, starts, tokens, seqs, _, width, page_size, pinned = pool
-    i_seq, i_first, i_from, i_to = find_block(starts, tokens, seqs, i_block, HEADS, ROWS, SEQS)
-    o_row = i_first + tl.arange(0, ROWS)
-    i_head = o_row % HEADS
-    i_token = i_from + o_row // HEADS
+    o_row = tl.arange(0, ROWS)
+    if LONG:
+        i_seq, i_first, i_from, i_to = find_block(starts, tokens, seqs, i_block // HEADS, 1, ROWS, SEQS)
+        i_head = i_block % HEADS + 0 * o_row
+        i_token = i_from + i_first + o_row
+    else:
+        i_seq, i_first, i_from, i_to = find_block(starts, tokens, seqs, i_block, HEADS, ROWS, SEQS)
+        i_head = (i_first + o_row) % HEADS
+        i_token = i_from + (i_first + o_row) // HEADS
     old = tl.load(lengths + i_seq)
     new = old + (i_to - i_from)
     fits = known_fits

@@ -17,7 +17,7 @@ from .encode_kernels import append_codes_kernel, append_kernel, encode_kernel
 
 FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
 MANY_VECTORS = 16384
-PROGRAMS = 2  # of each side that share a multiprocessor when there are many vectors
+PROGRAMS = 4  # that share a multiprocessor when there are many vectors
 
 
 def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
@@ -31,13 +31,13 @@ def seqs_constant(starts: Tensor, seqs: int, tokens: int) -> int:
     return 0 if one_each else triton.next_power_of_2(seqs)
 
 
-def constants(codec: Codec, operand: Any, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def constants(codec: Codec, how: tables.Encoder, device: torch.device) -> tuple[Tensor | None, ...]:
     """Rotation matrix, levels and boundaries for an Encoder."""
     if not codec.coded:
         return None, None, None
-    dtype = next(dtype for dtype, name in tables.DTYPES.items() if name == operand)
+    dtype = next(dtype for dtype, name in tables.DTYPES.items() if name == how.operand)
     matrix = tables.matrix(codec.dim, codec.seed, dtype, device)
-    return matrix, codec.level_tensor(torch.float32, device), codec.boundary_tensor(torch.float32, device)
+    return matrix, codec.level_tensor(torch.float32, device), tables.bounds(codec, how, device)
 
 
 def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
@@ -52,7 +52,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
             flat,
             *flat.stride(),
             offset,
-            *constants(codec, how.operand, x.device),
+            *constants(codec, how, x.device),
             data,
             scale,
             codec.row_bytes,
@@ -73,10 +73,15 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
     v_how = tables.encoder(value, v.dtype, pages.value_offset is not None)
     n = tokens * pages.kv_heads
     rows = _rows(n, k_how, v_how)
-    count = blocks(tokens, pages.seqs, pages.kv_heads, rows)
-    k_matrix, k_levels, k_bounds = constants(key, k_how.operand, k.device)
-    v_matrix, v_levels, v_bounds = constants(value, v_how.operand, v.device)
-    programs = count if n <= MANY_VECTORS else min(count, PROGRAMS * tables.multiprocessors(k.device))
+    long = n > MANY_VECTORS and tokens >= rows * pages.seqs
+    count = (
+        blocks(tokens, pages.seqs, 1, rows) * pages.kv_heads
+        if long
+        else blocks(tokens, pages.seqs, pages.kv_heads, rows)
+    )
+    k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
+    v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
+    programs = count if n <= MANY_VECTORS else min(count, PROGRAMS * tables.multiprocessors(k.device) // 2)
     append_kernel[(programs, 2)](
         k,
         *k.stride(),
@@ -99,10 +104,12 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         value.row_bytes,
         tables.DTYPES[key.dtype],
         tables.DTYPES[value.dtype],
+        long,
         pages.ring,
         *_sequences(pages, starts, tokens),
         rows,
-        num_stages=3 if k_how.chunk == k_how.dim and v_how.chunk == v_how.dim else 1,  # what shared memory holds
+        num_stages=1,
+        maxnreg=128 if rows == MANY_ROWS else None,
     )
 
 

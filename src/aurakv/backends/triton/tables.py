@@ -20,6 +20,7 @@ FAST_ERROR = 3e-5  # of a level, relative: below what rounding to float16 costs
 KEY_ERROR = 1.5e-4  # of a key's level in float16, relative
 PAIR_UNIT = 16.0  # keeps the second float16 of a level out of the subnormal range
 MAX_TERMS = 8
+CELLS = 32  # of a grid over boundaries: the lanes of a warp
 
 # Sums of products run over at least this many elements: the smaller the pieces that an operand is made from, the more
 # elements Triton 3.6 lays out at a time (16 for pieces of 16 bits), and shorter sums count some of them several times.
@@ -70,8 +71,7 @@ class Encoder(NamedTuple):
     groups: int
     chunk: int  # coordinates rotated at a time
     coef: tuple[float, ...]
-    bounds: tuple[float, ...]  # () to look them up; of a symmetric table the positive ones
-    symmetric: tuple[float, ...]  # positive levels of a symmetric table, see codes.quantise_symmetric
+    cells: str  # PTX that quantises by cells, "" to look boundaries and levels up
     lsq: bool
     post: float  # factor after the rotation, see `matrix`
     largest: float  # scale that is stored
@@ -104,8 +104,9 @@ def side(codec: Codec, exact: bool, query: torch.dtype, key: bool = False) -> Si
     it, else in float32."""
     width, shape = columns(codec), (codec.dim, codec.bits, codec.row_bytes, DTYPES[codec.dtype])
     if codec.coded:
-        if exact:
-            return Side(*shape, width, width // 8, (), "", 1.0, False, tl.float32, "tf32x3")
+        if exact:  # tensor cores cut sums off instead of rounding them: long ones take the format with fewer steps
+            precision = "bf16x6" if key and codec.dim > 256 else "tf32x3"
+            return Side(*shape, width, width // 8, (), "", 1.0, False, tl.float32, precision)
         factor = float16_unit(codec.levels) if key else 1.0
         if not factor:
             coef = curve(codec.levels)
@@ -139,15 +140,9 @@ def float16_unit(levels: Levels) -> float:
 def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
     width = columns(codec)
     if not codec.coded:
-        return Encoder(codec.dim, 16, width, 0, 16, (), (), (), False, 1.0, 0.0, tl.float32)
+        return Encoder(codec.dim, 16, width, 0, 16, (), "", False, 1.0, 0.0, tl.float32)
     operand = tl.float32 if has_offset else operand_of(source)
     chunk = min(codec.dim & -codec.dim, max(16, (8192 if operand == tl.float32 else 16384) // width))
-    bounds: tuple[float, ...] = boundaries(codec.levels) if codec.bits <= 4 else ()
-    symmetric: tuple[float, ...] = ()
-    half = len(codec.levels) // 2
-    if bounds and _symmetric(codec.levels) and codec.levels[half] > 0:
-        marked = np.array(codec.levels[half:], np.float32).view(np.int32) & ~15 | np.arange(half, 2 * half)
-        bounds, symmetric = bounds[half:], tuple(float(x) for x in marked.astype(np.int32).view(np.float32))
     return Encoder(
         codec.dim,
         codec.bits,
@@ -155,13 +150,85 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
         width // 8,
         chunk,
         cubic(codec.levels),
-        bounds,
-        symmetric,
+        "" if INTERPRETED.value else _cells_asm(codec.levels),
         codec.scale == "lsq",
         unit(codec),
         torch.finfo(codec.dtype).max,
         operand,
     )
+
+
+def bounds(codec: Codec, how: Encoder, device: torch.device) -> Tensor:
+    """What p_bounds points to."""
+    return _cell_tensor(codec.levels, device) if how.cells else codec.boundary_tensor(torch.float32, device)
+
+
+class Cells(NamedTuple):
+    """A grid over a table's boundaries: z belongs to cell rint((CELLS − 2) · clamp(slope·z + start, 0, 1))."""
+
+    slope: float
+    start: float
+    bounds: tuple[float, ...]  # the boundary inside each cell, +inf where there is none
+    below: tuple[int, ...]  # how many boundaries are below those
+
+
+@functools.cache
+def cells(levels: Levels) -> Cells | None:
+    """None where no grid has at most one boundary in a cell, none of them next to the cell's edge."""
+    edges = np.array(boundaries(levels), np.float64)
+    if len(levels) > CELLS // 2 or not np.all(np.diff(edges) > 0):
+        return None
+    for widening in np.linspace(0.01, 0.5, 50):
+        first, last = edges[0], edges[-1]
+        margin = widening * (last - first) if last > first else 1.0
+        slope = float(np.float32(1 / (last - first + margin)))
+        start = float(np.float32(0.5 - slope * (first + last) / 2))
+        place = (CELLS - 2) * (slope * edges + start)
+        cell = np.rint(place).astype(int)
+        if len(set(cell)) == len(cell) and np.abs(place - cell).max() < 0.49:
+            bounds = np.full(CELLS, np.inf)
+            bounds[cell] = edges
+            below = np.searchsorted(cell, np.arange(CELLS))
+            return Cells(slope, start, tuple(float(x) for x in bounds), tuple(int(n) for n in below))
+    return None
+
+
+@functools.cache
+def _cell_tensor(levels: Levels, device: torch.device) -> Tensor:
+    """Bits of: boundaries by cell with the number of those below in their lowest bits, levels by code; 32 of each."""
+    grid = cells(levels)
+    assert grid is not None
+    marked = np.array(grid.bounds, np.float32).view(np.int32) & ~15 | np.array(grid.below, np.int32)
+    known = np.resize(np.array(levels, np.float32), CELLS)
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.stack([marked, known.view(np.int32)])).to(device)
+
+
+@functools.cache
+def _cells_asm(levels: Levels) -> str:
+    """PTX: $0 the code and $1 the level of $2. Lane i holds the marked boundary of cell i in $3 and the level of code i
+    in $4. The low bits of 2^23 + n are n, and a shuffle reads no others. Marks move boundaries by up to 2e-6 of
+    them (and infinity to NaN, which nothing exceeds either)."""
+    grid = cells(levels)
+    if grid is None:
+        return ""
+    slope, start, last, magic = (_hex(x) for x in (grid.slope, grid.start, CELLS - 2.0, 2.0**23))
+    return f"""{{ .reg .f32 s; .reg .b32 b, n; .reg .pred p;
+fma.rn.sat.f32 s, $2, {slope}, {start};
+fma.rn.f32 s, s, {last}, {magic};
+mov.b32 n, s;
+shfl.sync.idx.b32 b, $3, n, 31, 0xffffffff;
+and.b32 n, b, 15;
+mov.b32 s, b;
+setp.gt.f32 p, $2, s;
+@p add.s32 n, n, 1;
+shfl.sync.idx.b32 $1, $4, n, 31, 0xffffffff;
+mov.b32 $0, n; }}"""
+
+
+def _hex(x: float) -> str:
+    """A float32 constant of PTX."""
+    return f"0f{int(np.float32(x).view(np.uint32)):08X}"
 
 
 @functools.cache

@@ -1,0 +1,56 @@
+"""A small run of every kernel, for compute-sanitizer: appends, decode and verification on both paths, extend, merges.
+
+PYTHONPATH=src compute-sanitizer --tool memcheck python tests/gpu_small.py
+PYTHONPATH=src compute-sanitizer --tool racecheck python tests/gpu_small.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+import aurakv as kv
+from aurakv import ops
+from aurakv.codec import Format
+from aurakv.pages import Pages, allocate
+
+# format, dim, page size, queries of each sequence, options of attend
+RUNS = [
+    ("k4v4", 128, 64, 1, {}),
+    ("k4/v4:minifloat", 64, 64, 1, {"scoring": kv.Scoring(window=100, sinks=4)}),
+    ("k3v3", 128, 64, 1, {}),
+    ("k3/v3:minifloat", 128, 300, 1, {}),
+    ("k2v2", 128, 64, 4, {}),
+    ("k8:cubic/v4", 128, 64, 1, {"scoring": kv.Scoring(softcap=20.0)}),
+    ("k4v4", 128, 64, 100, {}),
+    ("k3v2", 64, 128, 100, {"splits": 2}),
+    ("k5v6", 96, 16, 1, {"splits": 3}),
+    ("k4v4", 128, 64, 1, {"precision": "exact"}),
+    ("k16v3", 64, 48, 3, {}),
+]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    device, lengths = torch.device("cuda"), [300, 0, 77]
+    for name, dim, page, queries, options in RUNS:
+        format = Format.parse(name, dim)
+        width = -(-max(lengths) // page)
+        pages = Pages(
+            format, page, allocate(format, page, len(lengths) * width, 2, device),
+            torch.randperm(len(lengths) * width, device=device, dtype=torch.int32).view(-1, width).contiguous(),
+            torch.zeros(len(lengths), dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )  # fmt: skip
+        x = torch.randn(sum(lengths), 2, dim, device=device, dtype=torch.bfloat16)
+        ops.append(pages, x, x, [0, 300, 300, 377], backend="triton")
+        starts = [0, queries, queries, 2 * queries] if queries > 1 else None
+        tokens = starts[-1] if starts else len(lengths)
+        q = torch.randn(tokens, 8, dim, device=device, dtype=torch.bfloat16)
+        part = kv.attend(q, pages, starts, backend="triton", **options)
+        torch.cuda.synchronize()
+        assert bool(part.out.isfinite().all()), (name, dim)
+        print(name, dim, page, queries, "fine", flush=True)
+
+
+if __name__ == "__main__":
+    main()
