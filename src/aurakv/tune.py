@@ -1,9 +1,8 @@
 """Choose the format of every KV layer of a model: the least loss for a size, or the least size for a loss.
 
 1. The model reads a text; each layer gets the key offset and balance that its keys and queries want.
-2. Each layer alone is compressed, keys and values apart, at a few widths, and the KL divergence of the predictions is
-   measured. Other widths go with their mean squared error.
-3. Losses of layers add up: a knapsack.
+2. Each layer alone is compressed, keys and values apart, and the KL divergence of the predictions is measured.
+3. Losses of layers add up, and those of one side go with the mean squared error of its width: a knapsack.
 4. The whole is measured, also with every side of every layer one width up or down, and chosen again if that is better.
 """
 
@@ -30,10 +29,9 @@ from .hf.support import head_dim, slots
 from .policy import Policy
 from .table import Kept
 
-PROBES = (2, 3, 4)  # bits at which a side of a layer is measured
 WIDTHS = (2, 3, 4, 5, 6, 8)
 FIRST, ROLLBACK = 4, 32  # as in AuraCache
-_BATCH = 12  # caches that are measured side by side
+_BATCH = 24  # caches that are measured side by side
 _CHUNK = 256  # tokens at a time: what a cache computes does not depend on it
 
 Progress = Callable[[str, int, int], None]
@@ -64,9 +62,10 @@ def calibrated(model: Any, ids: Tensor, format: str = "k4v4", source: str = "", 
 def sensitivities(
     model: Any, policy: Policy, ids: Tensor, context: int, state: Path | None = None, progress: Progress | None = None
 ) -> list[Layer]:
-    """Measured over the ids [1, n] of a text. With a state file, what it has is not measured again."""
-    count = len(policy.layers)
-    names = [f"{side}{bits} {layer}" for layer in range(count) for side in "kv" for bits in PROBES]
+    """Measured over the ids [1, n] of a text, at the formats of the policy. With a state file, what it has is not
+    measured again."""
+    widths = [{"k": format.key.bits, "v": format.value.bits} for format in _formats(policy)]
+    names = [f"{side}{bits} {layer}" for layer, sides in enumerate(widths) for side, bits in sides.items()]
     known: dict[str, float] = {}
     mark = {"tokens": ids.shape[1], "text": int(ids.sum()), "policy": policy.dumps()}
     if state is not None and state.is_file():
@@ -79,8 +78,8 @@ def sensitivities(
             state.write_text(json.dumps({"mark": mark, "kl": known}), "utf-8")
         if progress is not None:
             progress("layers alone", min(start + _BATCH, len(names)), len(names))
-    losses = {side: [{bits: known[f"{side}{bits} {i}"] for bits in PROBES} for i in range(count)] for side in "kv"}
-    return [Layer(*each) for each in zip(losses["k"], losses["v"], shares(model.config, context), strict=True)]
+    losses = [[{bits: known[f"{side}{bits} {i}"]} for side, bits in sides.items()] for i, sides in enumerate(widths)]
+    return [Layer(k, v, share) for (k, v), share in zip(losses, shares(model.config, context), strict=True)]
 
 
 def shares(config: Any, context: int) -> list[float]:

@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> None:
     used = ids[:, : args.tokens]
     source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
     with screen.progress("reading the text"):
-        policy = tune.calibrated(loaded.model, used, source=source, first=args.first)
+        policy = tune.calibrated(loaded.model, used, size.name, source, args.first)
     probe = ids[:, : args.probe]
-    with screen.progress("layers alone", 2 * len(tune.PROBES) * len(policy.layers)) as step:
+    with screen.progress("layers alone", 2 * len(policy.layers)) as step:
         layers = tune.sensitivities(loaded.model, policy, probe, args.context, args.resume, _report(step))
     budget = sum(layer.share for layer in layers) * size.bytes_per_token * (1 + args.percent / 100)
     budget -= tune.beside(policy, loaded.model.dtype.itemsize, args.context)
@@ -94,10 +94,10 @@ def run(args: argparse.Namespace) -> None:
     with screen.progress("the whole"):
         rows = measure.compare(loaded.model, check, caches)[1:]
     losses = [
-        (i, name, f"{x.key[4]:.2g}", f"{x.value[4]:.2g}")
+        (i, name, *(f"{loss:.2g}" for loss in (*x.key.values(), *x.value.values())))
         for i, (name, x) in enumerate(zip(formats, layers, strict=True))
     ]
-    screen.table("", ["layer", "format", ">KL of 4-bit keys", ">of 4-bit values"], losses)
+    screen.table("", ["layer", "format", f">KL of keys in {size}", ">of values"], losses)
     checked = [(row.name, f"{row.kl:.4f}", f"{row.top1:.1%}", f"{row.bytes_per_token:,.0f}") for row in rows]
     screen.table("", ["policy", ">KL", ">same token", ">bytes per token"], checked)
     screen.say(f"policy: {args.out}")
