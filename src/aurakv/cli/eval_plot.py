@@ -18,13 +18,22 @@ _KINDS = {  # of caches: colour, mark, what the legend says
 
 
 def save(models: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
-    """One panel per model; KL and bytes are means over its texts."""
+    """One panel per model; KL and bytes are means over the texts that all of its caches read."""
     made, axes = figure(5.6 * len(models) if len(models) > 1 else 8, 4.8, len(models))
     for axis, (name, rows) in zip(axes, models.items(), strict=True):
-        _panel(axis, name, rows)
+        _panel(axis, name, shared(rows))
     axes[0].set_ylabel("mean KL divergence from uncompressed, nats", color=INK, fontsize=10)
     axes[-1].legend(loc="upper right", frameon=False, fontsize=9, labelcolor=INK)
     made.savefig(path)
+
+
+def shared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of texts that all caches read; all rows where there is no such text."""
+    texts = defaultdict(set)
+    for row in rows:
+        texts[row["name"]].add(row["text"])
+    common = set.intersection(*texts.values())
+    return [row for row in rows if row["text"] in common or not common]
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
