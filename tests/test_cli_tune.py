@@ -34,7 +34,7 @@ def test_a_policy_within_the_size(answer, call, small, tmp_path, monkeypatch):  
     assert (tuned["name"], coded["name"]) == (str(out), "plain k4v4")
     assert tuned["tokens"] == coded["tokens"] == 200
     assert tuned["kl"] < coded["kl"]
-    assert [(list(layer["key"]), list(layer["value"])) for layer in got["layers"]] == [(["4"], ["4"])] * 2
+    assert [(list(layer["key"]), list(layer["value"])) for layer in got["layers"]] == [(["4", "3"], ["4", "3"])] * 2
 
     measured = []
     compare = measure.compare
@@ -52,5 +52,6 @@ def test_refusals(refused, small, tmp_path):  # noqa: F811
     assert "--out must be a .json file" in refused("tune", *model, "--out", tmp_path / "policy.txt")
     assert "--percent must be from -50 to 400" in refused("tune", *model, "--percent", "500")
     assert "got 9" in refused("tune", *model, "--size", "k9v4")
+    assert "--size must have codes" in refused("tune", *model, "--size", "k16v4")
     assert "cannot be read" in refused("tune", *model, "--text", tmp_path / "none.txt")
     assert "at least 64 tokens" in refused("tune", "--model", small, "--tokens", "20", "--device", "cpu")

@@ -109,15 +109,16 @@ def test_tuning_a_small_model(tmp_path, monkeypatch):
     state = tmp_path / "state"
     steps: list[tuple[str, int, int]] = []
     layers = tune.sensitivities(ours, policy, ids[:, :100], 4096, state, lambda *step: steps.append(step))
-    assert steps[-1] == ("layers alone", 4, 4)
+    assert steps[-1] == ("layers alone", 8, 8)
     assert all(x.share == 1 for x in layers)
-    assert layers[0].key[4] > layers[1].key[4] > 0
+    assert all(x.key[3] > x.key[4] > 0 and x.value[3] > x.value[4] > 0 for x in layers)
+    assert layers[0].key[4] > layers[1].key[4]
     assert layers[0].loss(4, 4) == layers[0].key[4] + layers[0].value[4]
     monkeypatch.setattr(measure, "compare", None)  # nothing is measured a second time
     assert tune.sensitivities(ours, policy, ids[:, :100], 4096, state) == layers
     monkeypatch.undo()
     kl = json.loads(state.read_text())["kl"]
-    assert sorted(kl) == ["k4 0", "k4 1", "v4 0", "v4 1"]
+    assert sorted(kl) == ["k3 0", "k3 1", "k4 0", "k4 1", "v3 0", "v3 1", "v4 0", "v4 1"]
     formats = choose(layers, 16, budget=2 * 20)
     chosen = tune.tuned(policy, formats)
     chosen.save(tmp_path / "p.json")

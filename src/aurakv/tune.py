@@ -1,8 +1,9 @@
 """Choose the format of every KV layer of a model: the least loss for a size, or the least size for a loss.
 
 1. The model reads a text; each layer gets the key offset and balance that its keys and queries want.
-2. Each layer alone is compressed, keys and values apart, and the KL divergence of the predictions is measured.
-3. Losses of layers add up, and those of one side go with the mean squared error of its width: a knapsack.
+2. Each layer alone is compressed, keys and values apart, at the widths asked for and one below, and the KL divergence
+   of the predictions is measured. At other widths it goes with the mean squared error.
+3. Losses of layers add up: a knapsack.
 4. The whole is measured, also with every side of every layer one width up or down, and chosen again if that is better.
 """
 
@@ -62,10 +63,10 @@ def calibrated(model: Any, ids: Tensor, format: str = "k4v4", source: str = "", 
 def sensitivities(
     model: Any, policy: Policy, ids: Tensor, context: int, state: Path | None = None, progress: Progress | None = None
 ) -> list[Layer]:
-    """Measured over the ids [1, n] of a text, at the formats of the policy. With a state file, what it has is not
-    measured again."""
-    widths = [{"k": format.key.bits, "v": format.value.bits} for format in _formats(policy)]
-    names = [f"{side}{bits} {layer}" for layer, sides in enumerate(widths) for side, bits in sides.items()]
+    """Measured over the ids [1, n] of a text, at the widths of the policy and one below. With a state file, what it has
+    is not measured again."""
+    widths = [{"k": _down(format.key.bits), "v": _down(format.value.bits)} for format in _formats(policy)]
+    names = [f"{side}{b} {i}" for i, sides in enumerate(widths) for side, bits in sides.items() for b in bits]
     known: dict[str, float] = {}
     mark = {"tokens": ids.shape[1], "text": int(ids.sum()), "policy": policy.dumps()}
     if state is not None and state.is_file():
@@ -78,7 +79,9 @@ def sensitivities(
             state.write_text(json.dumps({"mark": mark, "kl": known}), "utf-8")
         if progress is not None:
             progress("layers alone", min(start + _BATCH, len(names)), len(names))
-    losses = [[{bits: known[f"{side}{bits} {i}"]} for side, bits in sides.items()] for i, sides in enumerate(widths)]
+    losses = [
+        [{b: known[f"{side}{b} {i}"] for b in bits} for side, bits in sides.items()] for i, sides in enumerate(widths)
+    ]
     return [Layer(k, v, share) for (k, v), share in zip(losses, shares(model.config, context), strict=True)]
 
 
@@ -197,6 +200,11 @@ def _near(bits: int) -> list[int]:
     """One width down and one up, where there are."""
     at = WIDTHS.index(bits)
     return [*WIDTHS[max(0, at - 1) : at], *WIDTHS[at + 1 : at + 2]]
+
+
+def _down(bits: int) -> list[int]:
+    """A width and one below, if there is one."""
+    return [bits, *(other for other in _near(bits) if other < bits)]
 
 
 def _formats(policy: Policy) -> list[Format]:

@@ -67,13 +67,15 @@ def run(args: argparse.Namespace) -> None:
     loaded = loading.load(args, screen)
     config = loaded.model.config
     size = Format.parse(args.size, head_dim(config))
+    if not (size.key.coded and size.value.coded):
+        raise InputError(f"--size must have codes for keys and values, got {size}")
     ids = texts.ids_of(text, loaded.tokenizer, config)
     used = ids[:, : args.tokens]
     source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
     with screen.progress("reading the text"):
         policy = tune.calibrated(loaded.model, used, size.name, source, args.first)
     probe = ids[:, : args.probe]
-    with screen.progress("layers alone", 2 * len(policy.layers)) as step:
+    with screen.progress("layers alone", 4 * len(policy.layers)) as step:
         layers = tune.sensitivities(loaded.model, policy, probe, args.context, args.resume, _report(step))
     budget = sum(layer.share for layer in layers) * size.bytes_per_token * (1 + args.percent / 100)
     budget -= tune.beside(policy, loaded.model.dtype.itemsize, args.context)
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
     with screen.progress("the whole"):
         rows = measure.compare(loaded.model, check, caches)[1:]
     losses = [
-        (i, name, *(f"{loss:.2g}" for loss in (*x.key.values(), *x.value.values())))
+        (i, name, f"{x.key[size.key.bits]:.2g}", f"{x.value[size.value.bits]:.2g}")
         for i, (name, x) in enumerate(zip(formats, layers, strict=True))
     ]
     screen.table("", ["layer", "format", f">KL of keys in {size}", ">of values"], losses)
