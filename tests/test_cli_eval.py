@@ -78,6 +78,12 @@ def test_kinds_and_means():
     assert eval_plot.means([*rows, {"name": "uncompressed", "kl": 0, "bytes_per_token": 9}]) == {"a": (11, 0.2)}
 
 
+def test_a_picture_compares_caches_on_the_same_texts():
+    rows = [{"name": name, "text": text} for name, text in (("a", "x"), ("a", "y"), ("b", "y"))]
+    assert eval_plot.shared(rows) == rows[1:]
+    assert eval_plot.shared(rows[::2]) == rows[::2], "no text in common"
+
+
 def test_a_policy_is_not_measured_silently_on_its_own_text(call, small):  # noqa: F811
     code, out, err = call("eval", "--model", small, *ARGS, "--formats", "smollm2-135m")
     assert (code, out) == (2, "")

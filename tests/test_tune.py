@@ -18,7 +18,12 @@ from aurakv.evaluation import measure  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
 from aurakv.hf.observe import observe  # noqa: E402
 from aurakv.policy import Policy  # noqa: E402
-from aurakv.tune import Layer, choose  # noqa: E402
+from aurakv.tune import choose, refined  # noqa: E402
+
+
+def Layer(key, value, share=1.0):
+    """Losses at 4 bits; other widths follow their squared error."""
+    return tune.Layer({4: key}, {4: value}, share)
 
 
 def size(layers, formats, dim=64) -> float:
@@ -31,14 +36,14 @@ def loss(layers, formats) -> float:
 
 
 def test_bits_go_where_they_help():
-    layers = [Layer(0.1, 0.001, 1.0), Layer(0.001, 0.1, 1.0), Layer(0.001, 0.001, 1.0)]
+    layers = [Layer(0.1, 0.001), Layer(0.001, 0.1), Layer(0.001, 0.001)]
     formats = choose(layers, 64, budget=3 * 68)
     assert size(layers, formats) <= 3 * 68
     first, second, third = (kv.Format.parse(name, 64) for name in formats)
     assert first.key.bits > first.value.bits
     assert second.value.bits > second.key.bits
     assert third.bytes_per_token < first.bytes_per_token
-    assert choose([Layer(0.1, 0.1, 1.0)] * 4, 64, budget=4 * 68) == ["k4v4"] * 4
+    assert choose([Layer(0.1, 0.1)] * 4, 64, budget=4 * 68) == ["k4v4"] * 4
 
 
 def test_close_to_the_best_choice():
@@ -47,7 +52,7 @@ def test_close_to_the_best_choice():
     widths = (3, 4, 5)
     names = [f"k{a}v{b}" for a, b in itertools.product(widths, widths)]
     for _ in range(10):
-        layers = [Layer(10 ** generator.uniform(-3, -1), 10 ** generator.uniform(-3, -1), 1.0) for _ in range(3)]
+        layers = [Layer(10 ** generator.uniform(-3, -1), 10 ** generator.uniform(-3, -1)) for _ in range(3)]
         budget = generator.uniform(3 * 56, 3 * 80)
         fitting = [each for each in itertools.product(names, repeat=3) if size(layers, each) <= budget]
         best = min(loss(layers, each) for each in fitting)
@@ -60,7 +65,7 @@ def test_close_to_the_best_choice():
 
 
 def test_a_window_costs_little():
-    layers = [Layer(0.01, 0.01, 1.0), Layer(0.01, 0.01, 0.1)]
+    layers = [Layer(0.01, 0.01), Layer(0.01, 0.01, 0.1)]
     full, windowed = (kv.Format.parse(name, 64).bytes_per_token for name in choose(layers, 64, budget=1.1 * 68))
     assert windowed > full
 
@@ -76,7 +81,7 @@ def test_a_window_costs_little():
 )
 def test_goals_that_cannot_be_met(options, sentence):
     with pytest.raises(kv.InputError, match=sentence):
-        choose([Layer(0.1, 0.1, 1.0)], 64, **options)
+        choose([Layer(0.1, 0.1)], 64, **options)
 
 
 def test_observing_changes_nothing():
@@ -104,14 +109,16 @@ def test_tuning_a_small_model(tmp_path, monkeypatch):
     state = tmp_path / "state"
     steps: list[tuple[str, int, int]] = []
     layers = tune.sensitivities(ours, policy, ids[:, :100], 4096, state, lambda *step: steps.append(step))
-    assert steps[-1] == ("layers alone", 4, 4)
-    assert all(x.key > 0 and x.value > 0 and x.share == 1 for x in layers)
-    assert layers[0].key > layers[1].key
+    assert steps[-1] == ("layers alone", 8, 8)
+    assert all(x.share == 1 for x in layers)
+    assert all(x.key[3] > x.key[4] > 0 and x.value[3] > x.value[4] > 0 for x in layers)
+    assert layers[0].key[4] > layers[1].key[4]
+    assert layers[0].loss(4, 4) == layers[0].key[4] + layers[0].value[4]
     monkeypatch.setattr(measure, "compare", None)  # nothing is measured a second time
     assert tune.sensitivities(ours, policy, ids[:, :100], 4096, state) == layers
     monkeypatch.undo()
     kl = json.loads(state.read_text())["kl"]
-    assert sorted(kl) == ["k0", "k1", "v0", "v1"]
+    assert sorted(kl) == ["k3 0", "k3 1", "k4 0", "k4 1", "v3 0", "v3 1", "v4 0", "v4 1"]
     formats = choose(layers, 16, budget=2 * 20)
     chosen = tune.tuned(policy, formats)
     chosen.save(tmp_path / "p.json")
@@ -124,3 +131,24 @@ def test_tuning_a_small_model(tmp_path, monkeypatch):
     assert rows["tuned"].kl < rows["plain"].kl
     with pytest.raises(kv.InputError, match="at least 64 tokens"):
         tune.calibrated(ours, ids[:, :10])
+
+
+def test_a_bad_choice_gets_better_in_rounds():
+    """Bits move to the layer that needs them, within the size; a choice that nothing nearby beats stays."""
+    _, ours = made("llama")
+    ours = copy.deepcopy(ours)
+    ours.model.layers[0].self_attn.q_proj.weight.data *= 3
+    ids = prompt(1, 160)
+    policy = tune.tuned(tune.calibrated(ours, ids), ["k2v4", "k4v2"])
+    steps: list[tuple[str, int, int]] = []
+    better = refined(ours, policy, ids, 4096, 2 * 16, lambda *step: steps.append(step))
+    assert steps[-1] == ("widths nearby", 7, 7), "as it is, two down and four up"
+    assert better.bytes_per_token <= policy.bytes_per_token
+    loss = {
+        name: measure.compare(ours, ids, {name: lambda p=each: AuraCache(ours.config, p)})[1].kl
+        for name, each in {"before": policy, "after": better}.items()
+    }
+    assert loss["after"] < loss["before"]
+    for _ in range(8):
+        before, better = better, refined(ours, better, ids, 4096, 2 * 16)
+    assert better is before

@@ -1,16 +1,19 @@
 """Choose the format of every KV layer of a model: the least loss for a size, or the least size for a loss.
 
 1. The model reads a text; each layer gets the key offset and balance that its keys and queries want.
-2. Each layer alone is compressed, keys and values apart, and the KL divergence of the predictions is measured.
-3. Errors of layers add up, and those of one side go with the mean squared error of its width: a knapsack.
-4. The whole policy is measured.
+2. Each layer alone is compressed, keys and values apart, at the widths asked for and one below, and the KL divergence
+   of the predictions is measured. At other widths it goes with the mean squared error.
+3. Losses of layers add up: a knapsack.
+4. The whole is measured, also with every side of every layer one width up or down, and chosen again if that is better.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,27 +27,27 @@ from .evaluation import measure
 from .hf import AuraCache
 from .hf.observe import observe
 from .hf.support import head_dim, slots
-from .policy import LayerPolicy, Policy
+from .policy import Policy
 from .table import Kept
 
-PROBE = 4  # bits at which a side of a layer is measured
 WIDTHS = (2, 3, 4, 5, 6, 8)
 FIRST, ROLLBACK = 4, 32  # as in AuraCache
-_BATCH = 12  # caches that are measured side by side
+_BATCH = 24  # caches that are measured side by side
+_CHUNK = 256  # tokens at a time: what a cache computes does not depend on it
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What compressing one side of a layer alone does, and what a byte of its tokens costs."""
+    """What compressing one side of a layer does, and what a byte of its tokens costs."""
 
-    key: float  # KL divergence with keys at PROBE bits
-    value: float
+    key: Mapping[int, float]  # width -> KL divergence
+    value: Mapping[int, float]
     share: float  # of the tokens of a long text that it holds: less than 1 with a window
 
     def loss(self, keys: int, values: int) -> float:
-        return self.key * _growth("key", keys) + self.value * _growth("value", values)
+        return _loss("key", self.key, keys) + _loss("value", self.value, values)
 
 
 def calibrated(model: Any, ids: Tensor, format: str = "k4v4", source: str = "", first: int = FIRST) -> Policy:
@@ -60,8 +63,10 @@ def calibrated(model: Any, ids: Tensor, format: str = "k4v4", source: str = "", 
 def sensitivities(
     model: Any, policy: Policy, ids: Tensor, context: int, state: Path | None = None, progress: Progress | None = None
 ) -> list[Layer]:
-    """Measured over the ids [1, n] of a text. With a state file, what it has is not measured again."""
-    names = [f"{side}{layer}" for layer in range(len(policy.layers)) for side in "kv"]
+    """Measured over the ids [1, n] of a text, at the widths of the policy and one below. With a state file, what it has
+    is not measured again."""
+    widths = [{"k": _down(format.key.bits), "v": _down(format.value.bits)} for format in _formats(policy)]
+    names = [f"{side}{b} {i}" for i, sides in enumerate(widths) for side, bits in sides.items() for b in bits]
     known: dict[str, float] = {}
     mark = {"tokens": ids.shape[1], "text": int(ids.sum()), "policy": policy.dumps()}
     if state is not None and state.is_file():
@@ -69,18 +74,26 @@ def sensitivities(
         known = read["kl"] if read.get("mark") == mark else {}
     for start in range(0, len(names), _BATCH):
         batch = [name for name in names[start : start + _BATCH] if name not in known]
-        caches = {name: _alone(model.config, policy, name) for name in batch}
-        for row in measure.compare(model, ids, caches)[1:] if caches else ():
-            known[row.name] = row.kl
+        known |= _losses(model, ids, {name: _alone(policy, name) for name in batch})
         if state is not None:
             state.write_text(json.dumps({"mark": mark, "kl": known}), "utf-8")
         if progress is not None:
             progress("layers alone", min(start + _BATCH, len(names)), len(names))
-    windows = [slot.window for slot in slots(model.config) if slot.other is None]
-    return [
-        Layer(known[f"k{i}"], known[f"v{i}"], 1.0 if window is None else min(1.0, _ring(window) / context))
-        for i, window in enumerate(windows)
+    losses = [
+        [{b: known[f"{side}{b} {i}"] for b in bits} for side, bits in sides.items()] for i, sides in enumerate(widths)
     ]
+    return [Layer(k, v, share) for (k, v), share in zip(losses, shares(model.config, context), strict=True)]
+
+
+def shares(config: Any, context: int) -> list[float]:
+    """The part of a text of `context` tokens that each layer holds."""
+    windows = [slot.window for slot in slots(config) if slot.other is None]
+    return [1.0 if window is None else min(1.0, _ring(window) / context) for window in windows]
+
+
+def beside(policy: Policy, itemsize: int, context: int) -> float:
+    """Bytes per token and KV head, in all layers, of exact tokens, offsets and balances."""
+    return len(policy.layers) * policy.head_dim * (2 * policy.first * itemsize + 4 + itemsize) / context
 
 
 def choose(
@@ -102,7 +115,8 @@ def choose(
             for values in widths:
                 name = f"k{keys}v{values}"
                 size = layer.share * Format.parse(name, head_dim).bytes_per_token
-                choices.append((math.ceil(size / unit), layer.loss(keys, values), name))
+                if math.isfinite(loss := layer.loss(keys, values)):
+                    choices.append((math.ceil(size / unit), loss, name))
         options.append(_hull(choices))
     chosen = [0] * len(options)
 
@@ -135,13 +149,74 @@ def tuned(policy: Policy, formats: Sequence[str]) -> Policy:
     return replace(policy, layers=tuple(layers))
 
 
-def _alone(config: Any, policy: Policy, name: str) -> Callable[[], AuraCache]:
+def refined(
+    model: Any, policy: Policy, ids: Tensor, context: int, budget: float, progress: Progress | None = None
+) -> Policy:
+    """A policy within the budget chosen again from what each side loses or wins in it with other widths nearby.
+
+    `progress` is told how many widths of this round were measured.
+    """
+    now = [(format.key.bits, format.value.bits) for format in _formats(policy)]
+    names = {}
+    for layer, widths in enumerate(now):
+        for side, bits in zip("kv", widths, strict=True):
+            for other in _near(bits):
+                changed = [*now]
+                changed[layer] = (other, widths[1]) if side == "k" else (widths[0], other)
+                names[f"{side}{other} {layer}"] = tuned(policy, [f"k{k}v{v}" for k, v in changed])
+    found: dict[str, float] = {}
+    policies = {"now": policy, **names}
+    todo = list(policies)
+    for start in range(0, len(todo), _BATCH):
+        found |= _losses(model, ids, {name: policies[name] for name in todo[start : start + _BATCH]})
+        if progress is not None:
+            progress("widths nearby", min(start + _BATCH, len(todo)), len(todo))
+    layers = []
+    for layer, (widths, share) in enumerate(zip(now, shares(model.config, context), strict=True)):
+        sides = {}
+        for side, bits in zip("kv", widths, strict=True):
+            near = {other: found[f"{side}{other} {layer}"] - found["now"] for other in _near(bits)}
+            sides[side] = dict.fromkeys(WIDTHS, math.inf) | near | {bits: 0.0}
+        layers.append(Layer(sides["k"], sides["v"], share))
+    better = tuned(policy, choose(layers, policy.head_dim, budget=budget))
+    return better if _losses(model, ids, {"better": better})["better"] < found["now"] else policy
+
+
+def _losses(model: Any, ids: Tensor, policies: Mapping[str, Policy]) -> dict[str, float]:
+    """The KL divergence of each."""
+
+    def cache(policy: Policy) -> Callable[[], AuraCache]:
+        return lambda: AuraCache(model.config, policy)
+
+    if not policies:
+        return {}
+    caches = {name: cache(policy) for name, policy in policies.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what keys do not survive is tried as well
+        return {row.name: row.kl for row in measure.compare(model, ids, caches, chunk=_CHUNK)[1:]}
+
+
+def _near(bits: int) -> list[int]:
+    """One width down and one up, where there are."""
+    at = WIDTHS.index(bits)
+    return [*WIDTHS[max(0, at - 1) : at], *WIDTHS[at + 1 : at + 2]]
+
+
+def _down(bits: int) -> list[int]:
+    """A width and one below, if there is one."""
+    return [bits, *(other for other in _near(bits) if other < bits)]
+
+
+def _formats(policy: Policy) -> list[Format]:
+    return [Format.parse(layer.format, policy.head_dim) for layer in policy.layers]
+
+
+def _alone(policy: Policy, name: str) -> Policy:
     """One side of one layer compressed, everything else not."""
-    side, at = name[0], int(name[1:])
-    format = f"k{PROBE}v16" if side == "k" else f"k16v{PROBE}"
-    raw = LayerPolicy("k16v16")
-    layers = [layer.with_format(format, policy.head_dim) if i == at else raw for i, layer in enumerate(policy.layers)]
-    return lambda: AuraCache(config, replace(policy, layers=tuple(layers)))
+    side, bits, at = name[0], int(name[1]), int(name[2:])
+    formats = ["k16v16"] * len(policy.layers)
+    formats[at] = f"k{bits}v16" if side == "k" else f"k16v{bits}"
+    return tuned(policy, formats)
 
 
 def _ring(window: int) -> int:
@@ -149,10 +224,16 @@ def _ring(window: int) -> int:
     return Kept(window, 0, max(16, window // 8), ROLLBACK).width(64) * 64
 
 
-def _growth(side: Any, bits: int) -> float:
-    """Squared error at a width, relative to that at PROBE bits."""
-    default = default_options(side, bits)["table"], default_options(side, PROBE)["table"]
-    return mse(table(str(default[0]), bits)) / mse(table(str(default[1]), PROBE))
+def _loss(side: Any, measured: Mapping[int, float], bits: int) -> float:
+    """At a width that was not measured, from the nearest that was, in proportion to the squared error."""
+    near = min(measured, key=lambda other: abs(other - bits))
+    return measured[near] if near == bits else measured[near] * _error(side, bits) / _error(side, near)
+
+
+@functools.cache
+def _error(side: Any, bits: int) -> float:
+    """Mean squared error at a width."""
+    return mse(table(str(default_options(side, bits)["table"]), bits))
 
 
 def _hull(choices: list[tuple[int, float, str]]) -> list[tuple[int, float, str]]:

@@ -18,13 +18,24 @@ _KINDS = {  # of caches: colour, mark, what the legend says
 
 
 def save(models: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
-    """One panel per model; KL and bytes are means over its texts."""
+    """One panel per model; KL and bytes are means over the texts that all of its caches read."""
     made, axes = figure(5.6 * len(models) if len(models) > 1 else 8, 4.8, len(models))
     for axis, (name, rows) in zip(axes, models.items(), strict=True):
-        _panel(axis, name, rows)
+        _panel(axis, name, shared(rows))
     axes[0].set_ylabel("mean KL divergence from uncompressed, nats", color=INK, fontsize=10)
-    axes[-1].legend(loc="upper right", frameon=False, fontsize=9, labelcolor=INK)
+    found = {label: mark for axis in axes for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    marks = [found[legend] for _, _, legend in _KINDS.values() if legend in found]
+    made.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
     made.savefig(path)
+
+
+def shared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of texts that all caches read; all rows where there is no such text."""
+    texts = defaultdict(set)
+    for row in rows:
+        texts[row["name"]].add(row["text"])
+    common = set.intersection(*texts.values())
+    return [row for row in rows if row["text"] in common or not common]
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
@@ -51,13 +62,15 @@ def _panel(axis: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
     for what, (colour, mark, legend) in _KINDS.items():
         mine = [at for name, at in points.items() if kind(name) == what]
         if mine:
-            xs, ys = zip(*mine, strict=True)
+            xs, ys = zip(*sorted(mine), strict=True)
+            if what != "rival":
+                axis.plot(xs, ys, color=colour, linewidth=1, alpha=0.4)
             axis.scatter(xs, ys, color=colour, marker=mark, s=130 if mark == "*" else 42, label=legend, zorder=3)
     axis.set_yscale("log")
     axis.set_xscale("log")
     axis.grid(color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
-    axis.margins(0.14)
+    axis.margins(0.16)
     _ticks(axis, points)
     _labels(axis, points)
     texts = len({row["text"] for row in rows})
@@ -67,11 +80,17 @@ def _panel(axis: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _ticks(axis: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    low, high = min(x for x, _ in points.values()), max(x for x, _ in points.values())
-    steps = [m * 10**e for e in range(1, 7) for m in (1, 1.5, 2, 3, 4, 5, 6, 8)]
-    axis.set_xticks([x for x in steps if 0.9 * low <= x <= 1.15 * high])
-    axis.set_xticklabels([f"{x:,.0f}" for x in axis.get_xticks()])
+    """Round numbers on both axes."""
+    xs, ys = zip(*points.values(), strict=True)
+    sizes = [m * 10**e for e in range(1, 7) for m in (1, 1.5, 2, 3, 4, 5, 6, 8)]
+    losses = [m * 10.0**e for e in range(-6, 2) for m in (1, 2, 5)]
+    axis.set_xticks(_between(sizes, xs), [f"{x:,.0f}" for x in _between(sizes, xs)])
+    axis.set_yticks(_between(losses, ys), [f"{y:g}" for y in _between(losses, ys)])
     axis.minorticks_off()
+
+
+def _between(steps: Sequence[float], values: Sequence[float]) -> list[float]:
+    return [x for x in steps if 0.8 * min(values) <= x <= 1.2 * max(values)]
 
 
 def _labels(axis: Any, points: Mapping[str, tuple[float, float]]) -> None:
@@ -84,6 +103,8 @@ def _labels(axis: Any, points: Mapping[str, tuple[float, float]]) -> None:
         text, colour = _short(name), _KINDS[kind(name)][0]
         width = 5.0 * len(text)
         sides = [(8, 0), (-8 - width, 0), (-width / 2, 11), (-width / 2, -11), (8, 9), (8, -9), (-8 - width, 9)]
+        if kind(name) == "policy":  # lines to smaller caches go up
+            sides = [sides[3], *sides]
         boxes = [(x + dx, y + dy - 5, x + dx + width, y + dy + 5) for dx, dy in sides]
         best = min(range(len(sides)), key=lambda n: sum(_overlap(boxes[n], other) for other in taken))
         taken.append(boxes[best])

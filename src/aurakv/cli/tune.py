@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ def add(subparsers: Any) -> None:
         "The model reads a text. Each layer gets the key offset and balance that fit its keys and queries, then its\n"
         "keys and its values are compressed alone and the KL divergence from the uncompressed model is measured.\n"
         "Bits go where they lower it most, for the size of one format (--size) or up to a summed KL divergence\n"
-        "(--kl). The result is checked as a whole, beside the plain format, and written as a policy, which AuraCache\n"
-        "and the other commands load.",
+        "(--kl). With --rounds, widths nearby are then measured in the whole and chosen again. The result is checked\n"
+        "beside the plain format and written as a policy, which AuraCache and the other commands load.",
         [
             "aurakv tune --out policy.json",
             "aurakv tune --model path/to/model --text report.txt --size k3v3 --out small.json",
@@ -41,6 +42,10 @@ def add(subparsers: Any) -> None:
     goal.add_argument("--size", default="k4v4", metavar="FORMAT", help="no larger than this format (default k4v4)")
     goal.add_argument("--kl", type=frame.fraction, metavar="NATS", help="the smallest with at most this loss instead")
     parser.add_argument("--percent", type=float, default=0.0, help="so much larger than --size (default 0)")
+    parser.add_argument("--first", type=frame.natural, default=4, metavar="TOKENS",
+                        help="of a sequence that stay uncompressed (default 4)")  # fmt: skip
+    parser.add_argument("--rounds", type=frame.natural, default=0,
+                        help="so often try widths nearby in the whole, with --size (default 0)")  # fmt: skip
     parser.add_argument("--context", type=frame.tokens, default=4096,
                         help="length at which sizes count; windows do not grow (default 4096)")  # fmt: skip
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what was measured here, and do not repeat it")
@@ -62,23 +67,26 @@ def run(args: argparse.Namespace) -> None:
     loaded = loading.load(args, screen)
     config = loaded.model.config
     size = Format.parse(args.size, head_dim(config))
+    if not (size.key.coded and size.value.coded):
+        raise InputError(f"--size must have codes for keys and values, got {size}")
     ids = texts.ids_of(text, loaded.tokenizer, config)
     used = ids[:, : args.tokens]
     source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
     with screen.progress("reading the text"):
-        policy = tune.calibrated(loaded.model, used, source=source)
-    with screen.progress("layers alone", 2 * len(policy.layers)) as step:
-        done = 0
-
-        def report(what: str, now: int, total: int) -> None:
-            nonlocal done
-            step(now - done, text=what)
-            done = now
-
-        layers = tune.sensitivities(loaded.model, policy, ids[:, : args.probe], args.context, args.resume, report)
+        policy = tune.calibrated(loaded.model, used, size.name, source, args.first)
+    probe = ids[:, : args.probe]
+    with screen.progress("layers alone", 4 * len(policy.layers)) as step:
+        layers = tune.sensitivities(loaded.model, policy, probe, args.context, args.resume, _report(step))
     budget = sum(layer.share for layer in layers) * size.bytes_per_token * (1 + args.percent / 100)
+    budget -= tune.beside(policy, loaded.model.dtype.itemsize, args.context)
     formats = tune.choose(layers, policy.head_dim, **({"kl": args.kl} if args.kl is not None else {"budget": budget}))
     policy = tune.tuned(policy, formats)
+    for number in range(args.rounds if args.kl is None else 0):
+        with screen.progress(f"round {number + 1}", 4 * len(policy.layers)) as step:
+            before, policy = policy, tune.refined(loaded.model, policy, probe, args.context, budget, _report(step))
+        if policy is before:
+            break
+    formats = [layer.format for layer in policy.layers]
     policy.save(args.out)
     check = ids[:, -min(ids.shape[1], 2 * args.probe) :]  # the end of the text, which the layers were not measured on
     caches = {
@@ -88,11 +96,24 @@ def run(args: argparse.Namespace) -> None:
     with screen.progress("the whole"):
         rows = measure.compare(loaded.model, check, caches)[1:]
     losses = [
-        (i, name, f"{x.key:.2g}", f"{x.value:.2g}") for i, (name, x) in enumerate(zip(formats, layers, strict=True))
+        (i, name, f"{x.key[size.key.bits]:.2g}", f"{x.value[size.value.bits]:.2g}")
+        for i, (name, x) in enumerate(zip(formats, layers, strict=True))
     ]
-    screen.table("", ["layer", "format", ">KL of 4-bit keys", ">of 4-bit values"], losses)
+    screen.table("", ["layer", "format", f">KL of keys in {size}", ">of values"], losses)
     checked = [(row.name, f"{row.kl:.4f}", f"{row.top1:.1%}", f"{row.bytes_per_token:,.0f}") for row in rows]
     screen.table("", ["policy", ">KL", ">same token", ">bytes per token"], checked)
     screen.say(f"policy: {args.out}")
     listed = {"layers": [asdict(layer) for layer in layers], "check": [asdict(row) for row in rows]}
     screen.result({"policy": str(args.out), "formats": formats, **listed})
+
+
+def _report(step: Callable[..., None]) -> Callable[[str, int, int], None]:
+    """Moves the progress bar on to what is done of a task."""
+    done = 0
+
+    def report(what: str, now: int, total: int) -> None:
+        nonlocal done
+        step(now - done, text=what)
+        done = now
+
+    return report

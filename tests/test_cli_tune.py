@@ -1,0 +1,57 @@
+"""aurakv tune on a small random model: a policy within the size, which the library loads, and what it refuses."""
+
+import json
+
+import pytest
+
+pytest.importorskip("rich", reason="rich is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from test_cli import answer, call, refused, small  # noqa: F401
+
+import aurakv as kv
+from aurakv.evaluation import builtin, measure
+from aurakv.policy import Policy
+
+ARGS = ("--tokens", "300", "--probe", "100", "--threads", "1", "--device", "cpu")
+
+
+def test_a_policy_within_the_size(answer, call, small, tmp_path, monkeypatch):  # noqa: F811
+    text = tmp_path / "text.txt"
+    text.write_text(builtin()[:1000])
+    out, state = tmp_path / "small.json", tmp_path / "state"
+    args = ("tune", "--model", small, *ARGS, "--text", text, "--out", out, "--resume", state, "--first", "2")
+    got = answer(*args, "--size", "k4v4", "--percent", "3", "--rounds", "2")
+    policy = Policy.load(out)
+    assert got["policy"] == str(out)
+    assert got["formats"] == [layer.format for layer in policy.layers]
+    assert policy.source == f"{small.name}, 300 tokens of text"
+    assert policy.first == 2
+    exact, offsets = 2 * 2 * 2 * 2 * 16 * 4, 2 * 2 * 2 * 16 * 4  # first tokens; key offsets and balances, in float32
+    plain = 2 * 2 * kv.Format.parse("k4v4", 16).bytes_per_token
+    assert policy.bytes_per_token + (exact + offsets) / 4096 <= 1.03 * plain
+    tuned, coded = got["check"]
+    assert (tuned["name"], coded["name"]) == (str(out), "plain k4v4")
+    assert tuned["tokens"] == coded["tokens"] == 200
+    assert tuned["kl"] < coded["kl"]
+    assert [(list(layer["key"]), list(layer["value"])) for layer in got["layers"]] == [(["4", "3"], ["4", "3"])] * 2
+
+    measured = []
+    compare = measure.compare
+    monkeypatch.setattr(measure, "compare", lambda *a, **k: measured.append(len(a[2])) or compare(*a, **k))
+    code, shown, _ = call(*args, "--kl", "0.5")
+    assert (code, measured) == (0, [2]), "layers alone were in the file: only the check is measured"
+    assert str(out) in shown
+    assert "policy: " in shown
+    assert Policy.load(out).bytes_per_token <= policy.bytes_per_token
+    assert json.loads(state.read_text())["kl"]
+
+
+def test_refusals(refused, small, tmp_path):  # noqa: F811
+    model = ("--model", small, *ARGS)
+    assert "--out must be a .json file" in refused("tune", *model, "--out", tmp_path / "policy.txt")
+    assert "--percent must be from -50 to 400" in refused("tune", *model, "--percent", "500")
+    assert "got 9" in refused("tune", *model, "--size", "k9v4")
+    assert "--size must have codes" in refused("tune", *model, "--size", "k16v4")
+    assert "cannot be read" in refused("tune", *model, "--text", tmp_path / "none.txt")
+    assert "at least 64 tokens" in refused("tune", "--model", small, "--tokens", "20", "--device", "cpu")
