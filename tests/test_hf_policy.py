@@ -21,7 +21,7 @@ def measured_policy(ours, ids, format="k4v4", **options) -> Policy:
     layers = []
     for layer in cache.compressed:
         assert layer.balance is not None
-        offset, balance = (x.half().float() for x in (layer.cache.pool.key_offset, layer.balance[:, 0]))
+        offset, balance = (x.half().float() for x in (layer.cache.pool.key_offset, layer.balance))
         layers.append(LayerPolicy(format, offset, None, balance))  # float16, as in files
     return Policy(2, 16, tuple(layers), **options)
 
