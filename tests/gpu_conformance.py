@@ -154,10 +154,11 @@ def call(function: Callable[..., None], arguments: dict[str, Any]) -> None:
 def jobs(names: list[str]) -> list[Job]:
     from aurakv.testing import CASES, covering_set
 
-    found: list[Job] = [("case", case.name, precision) for precision in ("fast", "exact") for case in CASES]
+    found: list[Job] = [("case", case.name, "fast") for case in CASES]
     found += [("cover", case.name, "fast") for case in covering_set()]
     for module in MODULES:
         found += [("test", name, "") for name in tests_of(module)]
+    found += [("case", case.name, "exact") for case in CASES]
     return [job for job in found if not names or any(name in job[1] for name in names)]
 
 

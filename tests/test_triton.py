@@ -90,6 +90,7 @@ def make(width):
     return Pages(format, 16, allocate(format, 16, 8, 2, torch.device("cpu")).fill_(0),
                  torch.tensor([[3, 1, 6], [2, 0, -1]], dtype=torch.int32), torch.tensor([14, 30], dtype=torch.int32),
                  torch.zeros(1, dtype=torch.int32))
+torch.manual_seed(31)  # no coordinate of these is within 5e-4 of where its code would change
 x = torch.randn(9, 2, 64)
 keys, values = (ops.encode(x, codec, backend="reference") for codec in (format.key, format.value))
 for starts, overflow in (([0, 7, 9], 0), ([0, 4, 9], 1)):  # five more tokens do not fit sequence 1
@@ -99,11 +100,7 @@ for starts, overflow in (([0, 7, 9], 0), ([0, 4, 9], 1)):  # five more tokens do
     ops.append(c, x, x, starts, backend="triton")
     for got in (b, c):
         assert torch.equal(a.lengths, got.lengths) and int(got.overflow) == overflow == int(a.overflow)
-    assert torch.equal(a.data, b.data)
-    other = (a.data != c.data).nonzero(as_tuple=True)  # a coordinate between two levels may round to either
-    assert len(other[0]) <= 2, len(other[0])
-    for one, two in zip(a.data[other].tolist(), c.data[other].tolist()):
-        assert abs((one & 15) - (two & 15)) + abs((one >> 4) - (two >> 4)) == 1, (one, two)
+        assert torch.equal(a.data, got.data)
 """
 
 

@@ -141,7 +141,7 @@ def copy_rows(rows, at, piece, row, buffer, WHOLE: gl.constexpr, TILE: gl.conste
     """The same for 3 bits, whose rows of 48 bytes are padded to 64 on the way: TMA would read every row by itself, and
     what lies between two rows twice. The barrier counts each lane."""
     codes, size, page_size = rows
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [8, 4, 1], [1, 1, 1], [2, 1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 4, 2], [1, 1, 1], [2, 1, 0])
     r = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     piece_of = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     u = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]

@@ -108,8 +108,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         pages.ring,
         *_sequences(pages, starts, tokens),
         rows,
-        num_stages=1,
-        maxnreg=128 if rows == MANY_ROWS else None,
+        **_resources(rows, k_how, v_how),
     )
 
 
@@ -159,6 +158,13 @@ def _sequences(pages: Pages, starts: Tensor, tokens: int) -> tuple[int, int, int
     """SEQS, and the shape of the table pieces that advance_lengths checks."""
     at_once = min(64, triton.next_power_of_2(pages.seqs))
     return seqs_constant(starts, pages.seqs, tokens), at_once, 1024 // at_once
+
+
+def _resources(rows: int, *sides: tables.Encoder) -> dict[str, int]:
+    """Many warps without stages of shared memory where codes take few registers; searching boundaries takes many."""
+    if all(side.bits == 16 or side.cells for side in sides):
+        return {"num_stages": 1, "maxnreg": 128} if rows == MANY_ROWS else {"num_stages": 1}
+    return {"num_stages": 3 if all(side.chunk == side.dim for side in sides) else 1}  # what shared memory holds
 
 
 def _rows(n: int, *sides: tables.Encoder) -> int:
