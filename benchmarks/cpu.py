@@ -1,6 +1,6 @@
 """Speed of the native CPU backend beside torch on uncompressed tensors, interleaved in one process.
 
-    python benchmarks/cpu.py --threads 2 --json benchmarks/baselines/cpu.json
+    python benchmarks/cpu.py --threads 2 --only growth --json benchmarks/baselines/cpu-growth.json
 
 Every comparison first checks the result of its shape against the reference in float64: no number without it. Methods
 take turns in short windows; the table shows medians, the JSON also the spread. Buffers change from call to call and are
