@@ -95,7 +95,7 @@ def value_asm(kind: str, numbers: tuple[float, ...]) -> str:
                     f"mul.rn.f16x2 ${first + i}, t, y;",
                 ]
             else:  # a code at bits 8-11 of a half is a small float f(code); the level is f(code) − f(15 − code)
-                mask, tail = 0x0F000F00, MINIFLOAT_TAIL << 16 | MINIFLOAT_TAIL
+                mask, tail = 0x0F000F00, MINIFLOAT_TAIL[4] << 16 | MINIFLOAT_TAIL[4]
                 lines += [
                     f"lop3.b32 y, {at}, {mask}, {tail}, 0xEA;",
                     f"sub.s32 t, {mask + 2 * tail}, y;",
