@@ -93,3 +93,17 @@ def test_no_copy_of_the_context_stays():
     dense = 3 * 2 * 4 * 16384 * 2 * 64 * 2
     assert cache.bytes_held < dense / 3.4
     assert torch.cuda.max_memory_allocated() - before < dense / 30
+
+
+def test_layers_on_several_devices():
+    """Every layer of the cache lives where its layer of the model does."""
+    accelerate = pytest.importorskip("accelerate")
+    _, whole = make(layers=4)
+    inputs = padded()
+    wanted = generate(whole, AuraCache(whole.config, "k16v16", precision="exact"), inputs)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0}
+    places |= {f"model.layers.{number}": 0 if number % 2 else "cpu" for number in range(4)}
+    spread = accelerate.dispatch_model(copy.deepcopy(whole), places, main_device=0)
+    cache = AuraCache(spread.config, "k16v16", precision="exact")
+    assert torch.equal(generate(spread, cache, inputs).cpu(), wanted.cpu())
+    assert [layer.cache.pool.device.type for layer in cache.compressed] == ["cpu", "cuda"] * 2

@@ -1,9 +1,11 @@
 """The Triton backend: in the interpreter on the CPU for a chosen set of cases, and on a GPU where there is one."""
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 import aurakv as kv
 from aurakv import backends, ops
 from aurakv.backends import reference
+from aurakv.backends import triton as triton_backend
 from aurakv.codec import Format
 from aurakv.pages import Pages, allocate
 
@@ -132,6 +135,29 @@ def test_import_is_light():
     script = "import sys, aurakv; aurakv.why_not('triton'); sys.exit('triton' in sys.modules)"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == 0
+
+
+def test_launches_go_where_the_tensors_are(monkeypatch):
+    """Triton launches on the current device; a layer of a model may be on another one."""
+    entered = []
+
+    @contextlib.contextmanager
+    def device(where):
+        entered.append(where)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    run = triton_backend._where_it_lies(lambda first, *others: others)
+    for index, guarded in ((0, False), (1, True)):
+        entered.clear()
+        place = torch.device("cuda", index)
+        assert run(types.SimpleNamespace(data=types.SimpleNamespace(device=place)), 2, 3) == (2, 3)
+        assert entered == ([place] if guarded else [])
+    assert run(torch.ones(1)) == ()
+    assert {"encode", "decode", "scores", "values", "append", "append_codes", "attend", "attend_dense"} <= {
+        name for name, function in vars(triton_backend).items() if hasattr(function, "__wrapped__")
+    }
 
 
 def test_why_not():

@@ -10,6 +10,8 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,22 @@ fast_error = 0.005
 float64 = False
 
 MIN_CAPABILITY = (8, 0)
+
+_Result = TypeVar("_Result")
+
+
+def _where_it_lies(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Triton launches on the current device, whichever the tensors are on: layers of a model may be on several."""
+
+    @functools.wraps(function)
+    def guarded(first: Tensor | Codes | Pages, *others: object) -> _Result:
+        device = first.device if isinstance(first, Tensor) else first.data.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(first, *others)
+        with torch.cuda.device(device):
+            return function(first, *others)
+
+    return guarded
 
 
 def why_not(format: Format | None, device: torch.device) -> str | None:
@@ -42,12 +60,14 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
     return attention.workspace_bytes(pages, tokens, heads, splits)
 
 
+@_where_it_lies
 def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
     from . import store
 
     return store.encode(_single(x), codec, offset)
 
 
+@_where_it_lies
 def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
     from . import vectors
 
@@ -55,30 +75,35 @@ def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dty
     return vectors.decode(codes, codec, offset, rotated, work).to(dtype)
 
 
+@_where_it_lies
 def scores(q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor:
     from . import vectors
 
     return vectors.scores(_single(q), codes, codec, offset).to(q.dtype)
 
 
+@_where_it_lies
 def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float) -> Tensor:
     from . import vectors
 
     return vectors.values(_single(weights), codes, codec, offset, threshold).to(weights.dtype)
 
 
+@_where_it_lies
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
     from . import store
 
     store.append(pages, _single(k), _single(v), starts)
 
 
+@_where_it_lies
 def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
     from . import store
 
     store.append_codes(pages, keys, values, starts)
 
 
+@_where_it_lies
 def attend(
     q: Tensor,
     pages: Pages,
@@ -98,6 +123,7 @@ def attend(
     return attention.attend(q, pages, starts, ends, scoring, sink_logits, splits, precision, workspace)
 
 
+@_where_it_lies
 def attend_dense(
     q: Tensor,
     k: Tensor,
