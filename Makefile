@@ -46,7 +46,7 @@ eval-quality: $(VENV)/.test
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY_TEXTS) --tokens 4K \
 		--formats $(QUALITY_FORMATS),smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
 	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY_TEXTS) --tokens 4K --every 2 \
-		--formats $(QUALITY_FORMATS),gemma-3-270m --resume benchmarks/baselines/quality-gemma3.json
+		--formats $(QUALITY_FORMATS),gemma-3-270m,gemma-3-270m-k3v3 --resume benchmarks/baselines/quality-gemma3.json
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY)/texts/lcet10.txt --tokens 4K --needle \
 		--formats plain:k4v4,k4v4,smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
 	$(BIN)/python benchmarks/quality/plot.py docs/images/quality.png benchmarks/baselines/quality-smollm2.json \
