@@ -8,10 +8,6 @@ without them, in turns.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -34,7 +30,13 @@ def step(layer: AuraLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
     attention(torch.nn.Module(), q, *layer.update(k, v), None)
 
 
-def filled(heads: int, kv_heads: int, dim: int, batch: int, tokens: int, device: torch.device) -> dict[str, AuraLayer]:
+def vectors(heads: int, tokens: int, dim: int, args: argparse.Namespace) -> Tensor:
+    """[batch, heads, tokens, dim] as a model hands them over."""
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    return torch.randn(args.batch, tokens, heads, dim, device=args.device, dtype=dtype).transpose(1, 2)
+
+
+def filled(heads: int, kv_heads: int, dim: int, args: argparse.Namespace) -> dict[str, AuraLayer]:
     """A layer of each variant with the same keys and values."""
     config = LlamaConfig(
         num_hidden_layers=1,
@@ -43,25 +45,20 @@ def filled(heads: int, kv_heads: int, dim: int, batch: int, tokens: int, device:
         head_dim=dim,
         hidden_size=heads * dim,
     )
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    k, v = torch.randn(2, batch, kv_heads, tokens, dim, device=device, dtype=dtype)
-    q = torch.randn(batch, heads, PROMPT, dim, device=device, dtype=dtype)
+    k, v = (vectors(kv_heads, args.tokens, dim, args) for _ in range(2))
+    q = vectors(heads, PROMPT, dim, args)
     made = {name: AuraCache(config, "k4v4", **options).layers[0] for name, options in VARIANTS.items()}
     for layer in made.values():
         step(layer, q, k[:, :, :PROMPT], v[:, :, :PROMPT])
         layer.update(k[:, :, PROMPT:], v[:, :, PROMPT:])
-        assert layer.get_seq_length() == tokens
+        assert layer.get_seq_length() == args.tokens
     assert made["plain"].balance is None
     assert made["default"].balance is not None
     return made
 
 
-def measure(layers: dict[str, AuraLayer], shape: tuple[int, int, int], batch: int, args: argparse.Namespace) -> dict:
-    heads, kv_heads, dim = shape
-    device = torch.device(args.device)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    q = torch.randn(batch, 1, heads, dim, device=device, dtype=dtype).transpose(1, 2)
-    k, v = (torch.randn(batch, 1, kv_heads, dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(2))
+def measure(layers: dict[str, AuraLayer], heads: int, kv_heads: int, dim: int, args: argparse.Namespace) -> dict:
+    q, (k, v) = vectors(heads, 1, dim, args), (vectors(kv_heads, 1, dim, args) for _ in range(2))
     times: dict[str, list[float]] = {name: [] for name in layers}
     for i in range(args.steps + 10):
         for name, layer in layers.items():
@@ -69,19 +66,19 @@ def measure(layers: dict[str, AuraLayer], shape: tuple[int, int, int], batch: in
                 start = time.perf_counter()
                 for _ in range(args.repeat):  # without waiting for a GPU in between
                     step(layer, q, k, v)
-                if device.type == "cuda":
+                if args.device != "cpu":
                     torch.cuda.synchronize()
                 if i >= 10:
                     times[name].append((time.perf_counter() - start) / args.repeat * 1e6)
-    medians = {name: statistics.median(x) for name, x in times.items()}
+    found = {name: summary(x) for name, x in times.items()}
     return {
-        "batch": batch,
+        "batch": args.batch,
         "heads": heads,
         "kv_heads": kv_heads,
         "dim": dim,
         "tokens": args.tokens,
-        **{name: summary(x) for name, x in times.items()},
-        "default / plain": round(medians["default"] / medians["plain"], 4),
+        **found,
+        "default / plain": round(found["default"]["us"] / found["plain"]["us"], 4),
     }
 
 
@@ -98,16 +95,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
     rows = []
     for shape in SHAPES:
-        layers = filled(*shape, args.batch, args.tokens, device)
-        rows.append(measure(layers, shape, args.batch, args))
+        rows.append(measure(filled(*shape, args), *shape, args))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        about = {**machine.facts(device), "command": " ".join(["python", *sys.argv]), "commit": commit}
-        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        machine.save(args.json, torch.device(args.device), rows)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ quartiles; `almost empty` is a step of the model with hardly any cache, which bo
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,9 +80,7 @@ def main() -> None:
             )
             print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        about = {**machine.facts(torch.device("cpu")), "command": " ".join(["python", *sys.argv]), "commit": commit}
-        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        machine.save(args.json, torch.device("cpu"), rows)
 
 
 if __name__ == "__main__":

@@ -187,8 +187,7 @@ EXPORT int64_t aura_attend_workspace(int64_t seqs, int64_t tokens, int64_t heads
   return 4 * rows * floats_per_row(value_dim);
 }
 
-EXPORT void aura_attend(int64_t isa, const Attend* call) {
-  const Attend& a = *call;
+static void attend_all(int64_t isa, const Attend& a) {
   Attend beside = a;
   beside.pages = a.beside, beside.exact_keys = 1;
   const Plan p = plan(a, beside);
@@ -269,7 +268,7 @@ EXPORT void aura_step(int64_t isa, const Append* append, const Attend* attend, c
     if (append->beside) new_tokens.pages = append->beside, aura_append(isa, &new_tokens);
   }
   a.q = q, a.out = out, a.lse = lse, a.sink = sink, a.threads.count = threads;
-  aura_attend(isa, &a);
+  attend_all(isa, a);
 }
 
 EXPORT void aura_decode(int64_t isa, const Decode* call) {

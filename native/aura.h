@@ -76,7 +76,7 @@ struct Attend {
   double threshold;
   int64_t splits;                 // 0: from the shapes
   int64_t exact;                  // float32 arithmetic
-  float* workspace;               // null, or workspace_floats() of them
+  float* workspace;               // null, or aura_attend_workspace() bytes
   Threads threads;
 };
 

@@ -22,6 +22,7 @@ from .steps import (
     Call,
     Prepared,
     balanced,
+    balanced_keys,
     check_queries,
     check_step,
     exact_scoring,
@@ -41,7 +42,6 @@ class KVCache:
         self.exact = exact or Exact()
         self._exact_table = self.exact.table(table)
         self._on_cpu = table.pool.device.type == "cpu"
-        self._known_scoring: tuple[Scoring | None, Scoring] | None = None  # as last given, and what became of it
         self._prepared: Prepared | None = None  # the last step of single tokens
         for made in self._tables if backend is not None else []:  # now, not after an append has taken pages
             backends.select(backend, made.pool.format, made.pool.device)
@@ -340,10 +340,7 @@ class KVCache:
         return checks.bounds("starts", starts, self.seqs, tokens)
 
     def _scoring(self, given: Scoring | None) -> Scoring:
-        """What a scoring becomes in this cache; the last one is remembered."""
-        if self._known_scoring is None or self._known_scoring[0] is not given:
-            self._known_scoring = (given, own_scoring(given, self._table.kept, self.exact))
-        return self._known_scoring[1]
+        return own_scoring(given, self._table.kept, self.exact)
 
     def _check_reach(self, bounds: list[int], scoring: Scoring) -> None:
         """Every key that a query may see must still be held."""
@@ -433,7 +430,7 @@ class KVCache:
         """
         ring = self.exact.recent > 0
         if not ring and not self._first_complete:
-            self._append_exact(balanced(q, k, call.balance)[1], v, bounds)
+            self._append_exact(balanced_keys(k, call.balance), v, bounds)
             kind = None
         exact, pages = self._exact_table, self._table.pages
         beside = None if exact is None else exact.pages

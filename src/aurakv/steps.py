@@ -82,7 +82,11 @@ def balanced(q: Tensor, k: Tensor, balance: Tensor | None) -> tuple[Tensor, Tens
     if balance is None:
         return q, k
     divided = q.unflatten(1, (k.shape[1], -1)) / balance[:, None].to(q.dtype)
-    return divided.flatten(1, 2), k * balance.to(k.dtype)
+    return divided.flatten(1, 2), balanced_keys(k, balance)
+
+
+def balanced_keys(k: Tensor, balance: Tensor | None) -> Tensor:
+    return k if balance is None else k * balance.to(k.dtype)
 
 
 def in_pieces(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +73,10 @@ def facts(device: torch.device) -> dict[str, Any]:
     """What a result is labelled with."""
     known = {name: version for name, version in versions().items() if version is not None}
     return {"device": device_name(device), "threads": torch.get_num_threads(), "versions": known}
+
+
+def save(path: Path, device: torch.device, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows that the program of this process measured, with its command line and the commit it is at."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = {**facts(device), "command": " ".join(["python", *sys.argv]), "commit": commit}
+    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

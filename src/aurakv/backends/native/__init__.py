@@ -98,7 +98,7 @@ class Native:
         return Codes(data, scale)
 
     def decode(self, codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
-        data, scale = codes.data.contiguous(), None if codes.scale is None else codes.scale.contiguous()
+        data, scale = abi.side_by_side(codes)
         out = torch.empty(*data.shape[:-1], codec.dim, dtype=torch.float32 if dtype == torch.float64 else dtype)
         heads = data.shape[-2]
         packed = abi.DECODE.pack(
@@ -118,7 +118,7 @@ class Native:
         return out.to(dtype)
 
     def scores(self, q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor:
-        data, scale = codes.data.contiguous(), None if codes.scale is None else codes.scale.contiguous()
+        data, scale = abi.side_by_side(codes)
         x = abi.plain(q)
         out = torch.empty(*q.shape[:2], data.shape[0], dtype=x.dtype)
         packed = abi.SCORES.pack(
@@ -140,7 +140,7 @@ class Native:
         return out.to(q.dtype)
 
     def values(self, weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float) -> Tensor:
-        data, scale = codes.data.contiguous(), None if codes.scale is None else codes.scale.contiguous()
+        data, scale = abi.side_by_side(codes)
         x = weights.float() if weights.dtype == torch.float64 else weights
         out = torch.empty(*x.shape[:2], codec.dim, dtype=x.dtype)
         packed = abi.VALUES.pack(
@@ -162,28 +162,12 @@ class Native:
         return out.to(weights.dtype)
 
     def append(self, pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
-        k, v = abi.plain(k), abi.plain(v)
-        strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-        types = (abi.DTYPES[k.dtype], abi.DTYPES[v.dtype])
-        self._append(pages, k, v, types, strides, (0, 0), starts)
+        k, v, starts = abi.plain(k), abi.plain(v), starts.contiguous()
+        self._call("aura_append", abi.pack_append(pages, None, k, v, starts))
 
     def append_codes(self, pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
-        k, v = keys.data.contiguous(), values.data.contiguous()
-        scales = [None if x is None else x.contiguous() for x in (keys.scale, values.scale)]
-        self._append(pages, k, v, None, (0, 0, 0, 0), (abi.pointer(scales[0]), abi.pointer(scales[1])), starts)
-
-    def _append(
-        self,
-        pages: Pages,
-        k: Tensor,
-        v: Tensor,
-        types: tuple[int, int] | None,
-        strides: tuple[int, int, int, int],
-        scales: tuple[int, int],
-        starts: Tensor,
-    ) -> None:
-        starts = starts.contiguous()
-        self._call("aura_append", abi.pack_append(pages, None, k, v, types, strides, scales, starts))
+        keys, values, starts = abi.side_by_side(keys), abi.side_by_side(values), starts.contiguous()
+        self._call("aura_append", abi.pack_append_codes(pages, keys, values, starts))
 
     def attend(
         self,
@@ -205,7 +189,7 @@ class Native:
         if known is None or known[0] is not rows[0] or known[1] is not rows[1] or known[2] != kind:
             known = (*rows, kind, self._describe(pages, None, q, x, rows, scoring, kind[4:]))
             object.__setattr__(pages, "_native_attend", known)
-        return self._run(pages, None, known[3], q, x, None, None, sink_logits)
+        return self._run(None, known[3], pages.format.value.dim, q, x, None, None, sink_logits)
 
     def attend_dense(
         self,
@@ -233,12 +217,9 @@ class Native:
                 k.shape[1],
             )
         )
-        x, rows = abi.plain(q), (starts.contiguous(), ends.contiguous())
-        sink = None if sink_logits is None else sink_logits.to(torch.float32).contiguous()
-        out, lse = abi.results(x, v.shape[2])
-        source, results = (0, ctypes.addressof(dense), 0), (out.data_ptr(), lse.data_ptr(), abi.pointer(sink))
-        self._call("aura_attend", abi.pack_attend(source, x, k.shape[2], results, rows, scoring, (0, True, 0)))
-        return Partial(out, lse) if q.dtype != torch.float64 else Partial(out.double(), lse.double())
+        x, rows, source = abi.plain(q), (starts.contiguous(), ends.contiguous()), (0, ctypes.addressof(dense), 0)
+        packed = abi.pack_attend(source, x, k.shape[2], rows, scoring, (0, True, 0))
+        return self._run(None, packed, v.shape[2], q, x, None, None, sink_logits)
 
     def prepare_step(
         self,
@@ -262,19 +243,17 @@ class Native:
         x, new_k, new_v = abi.plain(q), abi.plain(k), abi.plain(v)
         starts = torch.tensor(bounds, dtype=torch.int32)
         factors = None if balance is None else balance.to(torch.float32).contiguous()
-        types = (abi.DTYPES[new_k.dtype], abi.DTYPES[new_v.dtype])
-        strides = (new_k.stride(0), new_k.stride(1), new_v.stride(0), new_v.stride(1))
-        also = beside if beside_too else None
-        append = abi.pack_append(pages, also, new_k, new_v, types, strides, (0, 0), starts, factors)
+        append = abi.pack_append(pages, beside if beside_too else None, new_k, new_v, starts, factors)
         options = (splits, precision, 0)
         attend = self._describe(pages, beside, q, x, (starts, pages.lengths), scoring, options, factors)
         as_they_are = x is q and new_k is k and new_v is v
         held = (pages, beside, starts, factors)  # their addresses are packed
 
         def step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
+            dim = held[0].format.value.dim
             if as_they_are:
-                return self._run(held[0], append, attend, q, q, k, v, sink_logits)
-            return self._run(held[0], append, attend, q, abi.plain(q), abi.plain(k), abi.plain(v), sink_logits)
+                return self._run(append, attend, dim, q, q, k, v, sink_logits)
+            return self._run(append, attend, dim, q, abi.plain(q), abi.plain(k), abi.plain(v), sink_logits)
 
         return step
 
@@ -293,23 +272,23 @@ class Native:
         splits, precision, workspace = options
         source = (abi.pages_address(pages), 0, 0 if beside is None else abi.pages_address(beside))
         exact = precision == "exact" or q.dtype == torch.float64
-        return abi.pack_attend(
-            source, x, pages.format.key.dim, (0, 0, 0), rows, scoring, (splits or 0, exact, workspace), balance
-        )
+        return abi.pack_attend(source, x, pages.format.key.dim, rows, scoring, (splits or 0, exact, workspace), balance)
 
     def _run(
         self,
-        pages: Pages,
         append: bytes | None,
         attend: bytes,
+        value_dim: int,
         q: Tensor,
         x: Tensor,
         k: Tensor | None,
         v: Tensor | None,
         sink_logits: Tensor | None,
     ) -> Partial:
+        """What was packed, with the addresses of these arguments and of new results."""
         sink = None if sink_logits is None else sink_logits.to(torch.float32).contiguous()
-        out, lse = abi.results(x, pages.format.value.dim)
+        out = torch.empty((x.shape[0], x.shape[1], value_dim), dtype=x.dtype)
+        lse = torch.empty((x.shape[0], x.shape[1]), dtype=torch.float32)
         cast(ctypes.CDLL, abi.library()).aura_step(
             self._index, append, attend, x.data_ptr(), abi.pointer(k), abi.pointer(v),
             out.data_ptr(), lse.data_ptr(), abi.pointer(sink), abi.thread_count(),

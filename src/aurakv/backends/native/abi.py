@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...codebook import boundaries
-from ...codec import Codec
+from ...codec import Codec, Codes
 from ...pages import Pages
 from ...rotation import base_order, hadamard, signs
 from ...scoring import Scoring
@@ -70,7 +70,7 @@ def library() -> ctypes.CDLL | str:
     lib.aura_codec.restype = ctypes.c_void_p
     lib.aura_attend_workspace.restype = ctypes.c_int64
     lib.aura_attend_workspace.argtypes = [ctypes.c_int64] * 7
-    for name in ("attend", "encode", "append", "decode", "scores", "values"):
+    for name in ("encode", "append", "decode", "scores", "values"):
         function = getattr(lib, f"aura_{name}")
         function.restype, function.argtypes = None, [ctypes.c_int64, ctypes.c_char_p]
     lib.aura_step.restype = None
@@ -160,9 +160,8 @@ def plain(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def results(x: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    out = torch.empty((x.shape[0], x.shape[1], value_dim), dtype=x.dtype)
-    return out, torch.empty((x.shape[0], x.shape[1]), dtype=torch.float32)
+def side_by_side(codes: Codes) -> Codes:
+    return Codes(codes.data.contiguous(), None if codes.scale is None else codes.scale.contiguous())
 
 
 def pack_append(
@@ -170,9 +169,6 @@ def pack_append(
     beside: Pages | None,
     k: Tensor,
     v: Tensor,
-    types: tuple[int, int] | None,
-    strides: tuple[int, int, int, int],
-    scales: tuple[int, int],
     starts: Tensor,
     balance: Tensor | None = None,
 ) -> bytes:
@@ -181,13 +177,34 @@ def pack_append(
         0 if beside is None else pages_address(beside),
         k.data_ptr(),
         v.data_ptr(),
-        *(types or (0, 0)),
-        *strides,
-        *scales,
+        DTYPES[k.dtype],
+        DTYPES[v.dtype],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        0,
+        0,
         pointer(balance),
-        types is None,
+        False,
         starts.data_ptr(),
         k.shape[0],
+        thread_count(),
+        pool(),
+    )
+
+
+def pack_append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> bytes:
+    return APPEND.pack(
+        pages_address(pages),
+        0,
+        keys.data.data_ptr(),
+        values.data.data_ptr(),
+        *(0, 0, 0, 0, 0, 0),
+        pointer(keys.scale),
+        pointer(values.scale),
+        0,
+        True,
+        starts.data_ptr(),
+        keys.data.shape[0],
         thread_count(),
         pool(),
     )
@@ -197,27 +214,26 @@ def pack_attend(
     source: tuple[int, int, int],
     x: Tensor,
     key_dim: int,
-    results: tuple[int, int, int],
     rows: tuple[Tensor, Tensor],
     scoring: Scoring,
     options: tuple[int, bool, int],
     balance: Tensor | None = None,
 ) -> bytes:
-    out, lse, sink = results
+    """Without what changes from call to call: the addresses of queries, results and sinks, which aura_step is given."""
     return ATTEND.pack(
         *source,
-        x.data_ptr(),
+        0,
         DTYPES[x.dtype],
         x.stride(0),
         x.stride(1),
-        out,
-        lse,
+        0,
+        0,
         rows[0].data_ptr(),
         rows[1].data_ptr(),
         x.shape[0],
         x.shape[1],
         rows[0].shape[0] - 1,
-        sink,
+        0,
         pointer(balance),
         scoring.multiplier(key_dim),
         scoring.causal,
