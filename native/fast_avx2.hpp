@@ -76,7 +76,7 @@ template <int R> void score_rows(Work& w, const Tile& t, int64_t row, const Plan
   const int64_t lines = row ? 0 : (8 * t.v_stride / 64 + 2 * loads - 1) / (2 * loads);
   int i = 0;
   for (; i + 8 <= t.n; i += 8)
-    score8<R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, t.v + i * t.v_stride, lines, t.ks + i, w.s + row * TILE + i);
+    score8<R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, t.soon_v + i * t.v_stride, lines, t.ks + i, w.s + row * TILE + i);
   if (i < t.n) {
     alignas(32) uint8_t rest[8 * MAX_CODED_DIM / 2 + 32];
     const int64_t bytes = w.key.row_bytes;
@@ -137,7 +137,7 @@ template <int R> void add_rows(Work& w, const Tile& t, int64_t row, const Planes
   const int64_t blocks = (w.dv + 63) / 64;
   const int64_t lines = row ? 0 : (2 * w.key.row_bytes + 64 * blocks - 1) / (64 * blocks);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t* ahead = t.next_k + b * lines * 64 * ((t.n + 1) / 2);
+    const uint8_t* ahead = t.soon_k + b * lines * 64 * ((t.n + 1) / 2);
     if (w.value.row_bytes - b * 32 > 16) {
       add_block<R>(w, table, t, row, b, true, false, false, ahead, lines);
       add_block<R>(w, table, t, row, b, true, false, true, ahead, 0);

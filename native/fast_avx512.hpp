@@ -134,12 +134,12 @@ INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 t
   return merge<0xc0>(merge<0x30>(low, p + 2 * stride), p + 3 * stride);
 }
 
-// Brings the next bytes into the cache, a step at a time.
+// Brings bytes that are needed soon into L2, a step at a time. (L1 has no room for them beside queries and the tile.)
 struct Ahead {
   const uint8_t* at;
   int64_t step;
   INLINE void take(Ahead& a) {
-    for (int64_t i = 0; i < a.step; i += 64) _mm_prefetch((const char*)a.at + i, _MM_HINT_NTA);
+    for (int64_t i = 0; i < a.step; i += 64) _mm_prefetch((const char*)a.at + i, _MM_HINT_T2);
     a.at += a.step;
   }
 };
@@ -214,12 +214,12 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, con
   typedef Width<B> W;
   const int64_t loads = (w.dk + W::CODES - 1) / W::CODES;
   const int16_t* q = w.q16 + row * loads * W::CODES * 4;
-  // while the keys are scored, the values of the same tokens come into the cache
+  // while the keys are scored, values come into the cache
   constexpr int PASSES = R <= 4 ? 1 : 2;
   const int64_t step = row ? 0 : (16 * t.v_stride + loads * PASSES - 1) / (loads * PASSES);
   int i = 0;
   for (; i + 16 <= t.n; i += 16)
-    score16<B, R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.v + i * t.v_stride, step}, t.ks + i, w.s + row * TILE + i);
+    score16<B, R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i, w.s + row * TILE + i);
   if (i < t.n) {
     alignas(64) uint8_t rest[16 * MAX_CODED_DIM + 64];
     const int64_t bytes = w.key.row_bytes;
@@ -358,8 +358,8 @@ INLINE void add_block(const Work& w, const Table<B>& table, const Tile& t, int64
 template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const Table<B>& table) {
   typedef Width<B> W;
   const int64_t blocks = (w.dv + W::BLOCK - 1) / W::BLOCK;
-  // meanwhile the next keys come into the cache
-  Ahead ahead{t.next_k, row ? 0 : (2 * w.key.row_bytes + blocks - 1) / blocks}, none{t.next_k, 0};
+  // meanwhile keys come into the cache
+  Ahead ahead{t.soon_k, row ? 0 : (2 * w.key.row_bytes + blocks - 1) / blocks}, none{t.soon_k, 0};
   for (int64_t b = 0; b < blocks; b++) {
     const bool whole = w.value.row_bytes - b * W::BLOCK_BYTES > 16;
     if constexpr (W::PARTS == 2 || R <= 5) {

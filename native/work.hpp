@@ -11,7 +11,7 @@ struct Tile {
   int64_t k_stride, v_stride;     // bytes between rows
   int64_t pos;                    // of the first token
   int n;
-  const uint8_t* next_k;          // for prefetching
+  const uint8_t *soon_k, *soon_v;  // what to bring into the cache during this tile
   alignas(64) float ks[TILE], vs[TILE];  // scales (1 at 16 bits); NaN marks a damaged vector
 };
 
@@ -155,14 +155,19 @@ inline void fetch(Work& w, Tile& t, int64_t pos, int64_t left) {
     t.n = int(run.left < limit ? run.left : limit), t.k = run.k, t.v = run.v;
     load_scales(w.key, run.k_scale, false, t.n, t.ks);
     load_scales(w.value, run.v_scale, false, t.n, t.vs);
-    t.next_k = run.k;
+    // One after the other from one page, half a tile ahead is enough; pages lie anywhere and take another tile.
+    t.soon_k = run.k, t.soon_v = run.v;
     if (left > t.n) {
       const int64_t n = t.n;
-      if (n < run.left)
+      if (n < run.left) {
         run = {run.k + n * t.k_stride, run.v, run.k_scale + n * w.key.scale_bytes, run.v_scale + n * w.value.scale_bytes, 0};
-      else
+        t.soon_k = run.k, prefetch_scales(w, run);
+      } else {
         run = locate(w, pos + n);
-      if (run.k) t.next_k = run.k, prefetch_scales(w, run);
+        if (run.k) t.soon_k = run.k, t.soon_v = run.v, prefetch_scales(w, run);
+        if (left > 2 * n) run = locate(w, pos + 2 * n);
+        if (run.k) t.soon_k = run.k;
+      }
     }
     return;
   }
@@ -179,8 +184,8 @@ inline void fetch(Work& w, Tile& t, int64_t pos, int64_t left) {
     run = locate(w, pos + n);
   }
   t.n = int(n), t.k = w.stage_k, t.v = w.stage_v;
-  t.next_k = left > n ? locate(w, pos + n).k : nullptr;
-  if (!t.next_k) t.next_k = t.k;
+  t.soon_k = left > n ? locate(w, pos + n).k : nullptr, t.soon_v = t.v;
+  if (!t.soon_k) t.soon_k = t.k;
 }
 
 }  // namespace
