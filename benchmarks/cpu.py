@@ -139,7 +139,9 @@ def main() -> None:
     parts: dict[str, Callable[[], list[dict[str, object]]]] = {
         "decode": lambda: [
             *decode(timer, ["k4v4", "k2v2", "k3v3", "k8v8", "k8v4"], 1, 32, 8, 128, 16384, rivals=("bf16", "fp32")),
-            *decode(timer, ["k4v4"], 1, 32, 8, 128, 16384, backend="native-avx2"),
+            *decode(
+                timer, ["k4v4", "k2v2", "k3v3", "k5v4", "k8v4", "k8v8"], 1, 32, 8, 128, 16384, backend="native-avx2"
+            ),
             *decode(timer, ["k4v4", "k2v2", "k3v3"], 1, 32, 8, 128, 65536),
             *decode(timer, ["k4v4"], 1, 32, 8, 128, 1024, rivals=("bf16", "bf16 enable_gqa")),
             *decode(timer, ["k4v4"], 1, 9, 3, 64, 4096),

@@ -134,16 +134,6 @@ INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 t
   return merge<0xc0>(merge<0x30>(low, p + 2 * stride), p + 3 * stride);
 }
 
-// Brings bytes that are needed soon into L2, a step at a time. (L1 has no room for them beside queries and the tile.)
-struct Ahead {
-  const uint8_t* at;
-  int64_t step;
-  INLINE void take(Ahead& a) {
-    for (int64_t i = 0; i < a.step; i += 64) _mm_prefetch((const char*)a.at + i, _MM_HINT_T2);
-    a.at += a.step;
-  }
-};
-
 // Sums of R rows with 4·N tokens from p on, 4 partial sums a token
 template <int B, int R, int N>
 INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64_t stride, int64_t loads,

@@ -63,6 +63,18 @@ inline void fix_queries(Work& w, const uint8_t* order, int64_t codes, int64_t pl
   }
 }
 
+#if defined(__AVX2__)
+// Brings bytes that are needed soon into L2, a step at a time. (L1 has no room for them beside queries and the tile.)
+struct Ahead {
+  const uint8_t* at;
+  int64_t step;
+  INLINE void take(Ahead& a) {
+    for (int64_t i = 0; i < a.step; i += 64) _mm_prefetch((const char*)a.at + i, _MM_HINT_T2);
+    a.at += a.step;
+  }
+};
+#endif
+
 // Weights s[r][t] as int16 pairs w16[r][t], zero beyond n, and w_unit.
 inline void fix_weights(Work& w, const Tile& t) {
   const int full = int(round_up(t.n, VL));

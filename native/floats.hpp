@@ -6,9 +6,11 @@
 namespace {
 
 template <int B> INLINE void decode_codes(const Codec& c, const uint8_t* p, float* out) {
+  const uint8_t* end = p + c.row_bytes;
   for (int64_t d = 0; d < c.dim; d += 8, p += B) {
     uint64_t word = 0;
-    memcpy(&word, p, B);
+    if (end - p >= 8) memcpy(&word, p, 8);  // one load; a copy of 3 bytes is put together in memory
+    else memcpy(&word, p, B);
     for (int i = 0; i < 8; i++) out[d + i] = c.levels[(word >> (B * i)) & ((1 << B) - 1)];
   }
 }

@@ -63,6 +63,17 @@ def test_accuracy(name, bits):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_accuracy_of_a_table_without_symmetry(name, bits):
+    torch.manual_seed(bits)
+    levels = tuple((torch.linspace(-2.5, 3.5, 1 << bits) ** 3 / 12 + 0.1).tolist())
+    format = kv.Format(kv.Codec.key(128, bits, table=levels), kv.Codec.value(128, bits, table=levels))
+    cache = kv.KVCache.contiguous(format, 1, 2, capacity=1000)
+    cache.append(*torch.randn(2, 1000, 2, 128), [0, 1000])
+    assert relative_error(torch.randn(1, 8, 128), cache.pages, kv.Scoring(), name, "fast") <= 3e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bits", BITS)
 def test_accuracy_in_the_worst_case(name, bits):
     """Scores of standard deviation 40, log-normal norms, outliers in the query."""
