@@ -70,7 +70,7 @@ def test_accuracy_of_a_table_without_symmetry(name, bits):
     format = kv.Format(kv.Codec.key(128, bits, table=levels), kv.Codec.value(128, bits, table=levels))
     cache = kv.KVCache.contiguous(format, 1, 2, capacity=1000)
     cache.append(*torch.randn(2, 1000, 2, 128), [0, 1000])
-    assert relative_error(torch.randn(1, 8, 128), cache.pages, kv.Scoring(), name, "fast") <= 3e-4
+    assert relative_error(torch.randn(1, 8, 128), cache.pages, kv.Scoring(), name, "fast") <= 1e-3
 
 
 @pytest.mark.parametrize("name", NAMES)
