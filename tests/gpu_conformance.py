@@ -1,9 +1,10 @@
 """Conformance on a GPU, in many processes because compiling kernels takes most of the time, with or without pytest.
 
-    PYTHONPATH=src python tests/gpu_conformance.py [--jobs 16] [--seconds 240] [--device cuda] [NAME …]
+    PYTHONPATH=src python tests/gpu_conformance.py [--jobs 16] [--seconds 240] [--device cuda] [--done FILE] [NAME …]
 
-Runs every chosen case in both precisions, the covering set once, and the tests that need a GPU. NAMEs choose those
-whose name contains one of them. Ends with a count; exits 1 on a failure.
+Runs the tests that need a GPU, every chosen case in both precisions, and the covering set once. NAMEs choose those
+whose name contains one of them. --done keeps the names of what passed in a file and leaves out what it names, so that a
+run goes on where another ended. Ends with a count; exits 1 on a failure.
 """
 
 from __future__ import annotations
@@ -154,11 +155,11 @@ def call(function: Callable[..., None], arguments: dict[str, Any]) -> None:
 def jobs(names: list[str]) -> list[Job]:
     from aurakv.testing import CASES, covering_set
 
-    found: list[Job] = [("case", case.name, "fast") for case in CASES]
-    found += [("cover", case.name, "fast") for case in covering_set()]
+    found: list[Job] = []
     for module in MODULES:
         found += [("test", name, "") for name in tests_of(module)]
-    found += [("case", case.name, "exact") for case in CASES]
+    found += [("cover", case.name, "fast") for case in covering_set()]
+    found += [("case", case.name, precision) for precision in ("exact", "fast") for case in CASES]
     return [job for job in found if not names or any(name in job[1] for name in names)]
 
 
@@ -188,8 +189,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this long")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--done", type=Path, help="a file of what has passed")
     args = parser.parse_args()
-    start, todo = time.perf_counter(), jobs(args.names)
+    known = args.done.read_text().splitlines() if args.done and args.done.exists() else []
+    start, todo = time.perf_counter(), [job for job in jobs(args.names) if " ".join(job) not in known]
     passed: dict[str, int] = {}
     failed: list[Job] = []
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
@@ -203,6 +206,9 @@ def main() -> None:
                 else:
                     kind = f"{job[0]} {job[2]}".strip()
                     passed[kind] = passed.get(kind, 0) + 1
+                    known.append(" ".join(job))
+            if args.done and done:
+                args.done.write_text("".join(f"{name}\n" for name in known))
             if time.perf_counter() - start > args.seconds:
                 waiting = {future for future in waiting if not future.cancel()}
     late = len(todo) - sum(passed.values()) - len(failed)

@@ -101,9 +101,9 @@ def test_layers_on_several_devices():
     _, whole = make(layers=4)
     inputs = padded()
     wanted = generate(whole, AuraCache(whole.config, "k16v16", precision="exact"), inputs)
-    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0}
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
     places |= {f"model.layers.{number}": 0 if number % 2 else "cpu" for number in range(4)}
-    spread = accelerate.dispatch_model(copy.deepcopy(whole), places, main_device=0)
+    spread = accelerate.dispatch_model(copy.deepcopy(whole), places, main_device="cpu")  # else the GPU runs them all
     cache = AuraCache(spread.config, "k16v16", precision="exact")
     assert torch.equal(generate(spread, cache, inputs).cpu(), wanted.cpu())
     assert [layer.cache.pool.device.type for layer in cache.compressed] == ["cpu", "cuda"] * 2
