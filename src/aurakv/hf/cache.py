@@ -75,7 +75,8 @@ class AuraCache(Cache):  # type: ignore[misc]
                 continue
             layer = next(policies)
             Format.parse(layer.format, dim)  # refuse now what the first tokens would
-            made.append(AuraLayer(layer, slot.window, turned[slot.window is not None], options, self._shared))
+            turned_so = turned[slot.window is not None]
+            made.append(AuraLayer(len(made), layer, slot.window, turned_so, options, self._shared))
         super().__init__(layers=made)
 
     @property
@@ -86,7 +87,7 @@ class AuraCache(Cache):  # type: ignore[misc]
     @property
     def lost(self) -> list[str]:
         """One sentence for each layer whose keys, judged by the first 64 or more tokens, do not survive its format."""
-        return list(self._shared.lost)
+        return list(self._shared.lost.values())
 
     @property
     def bytes_held(self) -> int:
