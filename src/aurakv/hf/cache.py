@@ -34,8 +34,8 @@ class AuraCache(Cache):  # type: ignore[misc]
         uncompressed, in the dtype of the model.
     first, recent: so many first tokens of a sequence, and tokens before each query, are used uncompressed; by default
         what the policy says, without one 4 and 0.
-    centre: without a policy, the first tokens that come (64 or more at once) give each layer its key offset and
-        balance, which stay until `reset`. A policy brings its own.
+    centre: without a policy, the first 68 tokens or more give each layer its key offset and balance, which stay until
+        `reset`; a shorter prompt stays uncompressed until more has come. A policy brings its own.
     rollback: how many tokens can be cropped where only a window is kept.
     """
 
@@ -86,7 +86,7 @@ class AuraCache(Cache):  # type: ignore[misc]
 
     @property
     def lost(self) -> list[str]:
-        """One sentence for each layer whose keys, judged by the first 64 or more tokens, do not survive its format."""
+        """One sentence for each layer whose keys, judged by the first 68 or more tokens, do not survive its format."""
         return list(self._shared.lost.values())
 
     @property
