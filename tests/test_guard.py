@@ -1,5 +1,6 @@
 """Models whose keys 4 bits cannot hold: the default survives, plain codes do not, and somebody says so."""
 
+import copy
 import warnings
 
 import pytest
@@ -69,15 +70,16 @@ def tokens() -> torch.Tensor:
     return names * NAMES + answers.gather(1, names)
 
 
-def agreement(model, cache, ids) -> float:
+def agreement(model, cache, ids, prompt: int = 150, attention: str = "aurakv") -> float:
+    """How often the model finds what it would find, reading `prompt` tokens at once and then one by one."""
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         expected = model(ids, past_key_values=DynamicCache(config=model.config)).logits.argmax(2)
         assert torch.equal(expected, ids % NAMES), "the model itself finds every name"
-        model.set_attn_implementation("aurakv")
-        prompt = model(ids[:, :150], past_key_values=cache).logits
-        rest = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(150, LENGTH)]
-    return float((torch.cat([prompt, *rest], 1).argmax(2) == expected).float().mean())
+        model.set_attn_implementation(attention)
+        first = model(ids[:, :prompt], past_key_values=cache).logits
+        rest = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(prompt, LENGTH)]
+    return float((torch.cat([first, *rest], 1).argmax(2) == expected).float().mean())
 
 
 def test_default_survives_a_key_bias_that_breaks_plain_codes():
@@ -127,3 +129,77 @@ def test_damage_is_no_reason_to_widen():
         model(ids, past_key_values=cache)
     assert cache.compressed[0].cache.format.key.bits == 4
     assert cache.lost == []
+
+
+@pytest.mark.parametrize("seqs", [1, 2])
+@pytest.mark.parametrize("prompt", [1, 40, 63, 67])
+def test_a_short_prompt_is_looked_at_when_more_has_come(prompt, seqs):
+    """Until then its tokens stay uncompressed, so that each is compressed once."""
+    model, ids = recall_model(BIAS), tokens()[:seqs]
+    for format in ("auto", "k4v4"):
+        cache = AuraCache(model.config, format)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert agreement(model, cache, ids, prompt) >= 0.95
+        layer = cache.compressed[0]
+        assert layer.beginning is None
+        assert layer.balance is not None
+        assert layer.format == "k4v4"
+        assert layer.cache.lengths == [LENGTH] * seqs
+    plain = AuraCache(model.config, "k4v4", first=0, centre=False)
+    with pytest.warns(UserWarning, match=r"keys do not survive k4v4 in layer 0 .* would keep them"):
+        assert agreement(model, plain, ids, prompt) < 0.6
+    assert len(plain.lost) == 1
+
+
+@pytest.mark.parametrize("change", ["crop", "select", "copy"])
+def test_a_beginning_follows_the_cache(change):
+    model, ids = recall_model(BIAS), tokens()
+    model.set_attn_implementation("aurakv")
+    cache, expected = AuraCache(model.config), AuraCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=expected)
+        if change == "crop":
+            model(ids.flip(1)[:, :50], past_key_values=cache)
+            cache.crop(-50)
+            model(ids[:, :45], past_key_values=cache)
+            cache.crop(-5)
+        elif change == "select":
+            model(ids.flip(0)[:, :40], past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0]))
+        else:
+            model(ids[:, :40], past_key_values=cache)
+            cache = copy.deepcopy(cache)
+        logits = [
+            torch.cat([model(ids[:, at : at + 1], past_key_values=x).logits for at in range(40, LENGTH)])
+            for x in (cache, expected)
+        ]
+    assert torch.equal(*logits)
+    assert torch.equal(cache.compressed[0].balance, expected.compressed[0].balance)
+
+
+@pytest.mark.parametrize("prompt", [30, 150])
+def test_without_queries_the_keys_themselves_are_judged(prompt):
+    """Another attention function shows no queries: a few loud channels among the keys are reason enough."""
+    model, ids = recall_model(BIAS), tokens()
+    cache = AuraCache(model.config)
+    with pytest.warns(UserWarning, match="without a look at queries"):
+        assert agreement(model, cache, ids, prompt, "sdpa") >= 0.95
+    assert cache.compressed[0].cache.format.key.bits > 4
+    with pytest.warns(UserWarning, match=r"keys do not survive k4v4 .* of what most channels vary by"):
+        agreement(model, AuraCache(model.config, "k4v4"), ids, prompt, "sdpa")
+    quiet, ids = recall_model({}), tokens()
+    cache = AuraCache(quiet.config)
+    agreement(quiet, cache, ids, prompt, "sdpa")
+    assert cache.compressed[0].cache.format.key.bits == 4
+
+
+def test_a_cache_that_begins_anew_forgets_what_was_said():
+    model, ids = recall_model(BIAS), tokens()
+    cache = AuraCache(model.config, "k4v4", first=0, centre=False)
+    with pytest.warns(UserWarning, match="keys do not survive"):
+        agreement(model, cache, ids)
+    cache.reset()
+    assert cache.lost == []
+    agreement(model, cache, ids)
+    assert len(cache.lost) == 1

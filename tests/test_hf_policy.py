@@ -97,9 +97,7 @@ def test_generation_with_centring(options):
     cache = AuraCache(ours.config, "k8v8")
     out = generate(ours, cache, inputs, new=12, **options)
     assert out.shape[1] == 72
-    assert all(layer.cache.pool.key_offset is not None for layer in cache.compressed) == (
-        inputs["input_ids"].shape[0] > 1
-    )
+    assert all(layer.cache.pool.key_offset is not None for layer in cache.compressed)
 
 
 def test_compiled_with_centring():

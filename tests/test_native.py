@@ -267,6 +267,23 @@ def test_a_step_is_append_and_attend(name, kind, exact):
             assert torch.equal(ours.scale, theirs.scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*NAMES, "reference"])
+def test_a_balance_gives_the_same_codes_however_tokens_come(name, dtype):
+    torch.manual_seed(3)
+    q, k, v = torch.randn(3, 40, 2, 64).to(dtype)
+    balance = torch.rand(2, 64) + 0.5
+    exact = kv.Exact(0, 4, dtype)
+    format = kv.Format.parse("k8v8", 64)
+    whole, single = (kv.KVCache.contiguous(format, 1, 2, exact=exact, backend=name) for _ in range(2))
+    assert whole.step(q, k, v, [0, 40], balance=balance).out.dtype == dtype
+    for at in range(40):
+        single.step(q[at : at + 1], k[at : at + 1], v[at : at + 1], balance=balance)
+    for ours, theirs in zip(whole.codes(0), single.codes(0), strict=True):
+        assert torch.equal(ours.data, theirs.data)
+        assert torch.equal(ours.scale, theirs.scale)
+
+
 @pytest.mark.parametrize("exact", [None, kv.Exact(4, 0, torch.float32), kv.Exact(3, 9, torch.float32)], ids=str)
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
 @pytest.mark.parametrize("name", [*NAMES, "reference"])

@@ -120,8 +120,10 @@ def test_two_hundred_mixed_requests(model: Path) -> None:
 
 
 def test_tensor_parallel(model: Path) -> None:
-    """SmolLM2 has 9 heads and 3 KV heads: three processes with one KV head each say what one says. At 16 bits, because the
-    sum over processes is rounded differently, and fewer bits would turn that into other codes."""
+    """SmolLM2 has 9 heads and 3 KV heads: three processes with one KV head each say what one says.
+
+    At 16 bits, because the sum over processes is rounded differently, and fewer bits would turn that into other codes.
+    """
     found = []
     for size in ("1", "3"):
         with server(model, "k16v16", "--tensor-parallel-size", size) as running:

@@ -26,6 +26,7 @@ from .steps import (
     check_queries,
     check_step,
     exact_scoring,
+    in_dtype,
     in_pieces,
     longest,
     own_scoring,
@@ -398,11 +399,12 @@ class KVCache:
         prepare = self._find_fused(q.dtype) if short else None
         if prepare is not None:
             return self._step_fused(prepare, q, k, v, bounds, call, kind)
+        given = q.dtype
         q, k = balanced(q, k, call.balance)
         self._append(k, v, bounds)
         if exact is None or short:
             self._append_exact(k, v, bounds)
-            return self._attend(q, bounds, call)
+            return in_dtype(self._attend(q, bounds, call), given)
         # Many new tokens: the exact ones are among those held so far and the new ones themselves.
         scoring, dtype = exact_scoring(call.scoring), self.exact.dtype
         ends = self._table.lengths
@@ -412,7 +414,7 @@ class KVCache:
             ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
         )
         self._append_exact(k, v, bounds)
-        return merge(*parts)
+        return in_dtype(merge(*parts), given)
 
     def _step_fused(
         self,

@@ -22,6 +22,7 @@ SINKS = 4  # first tokens of a sequence: they attract attention, and their keys 
 ENOUGH = 64  # tokens that can speak for those to come
 MOST = 2048  # tokens of a sequence that are looked at
 LOST = 0.25  # nats by which attention may move before keys count as lost
+BLURRED = 0.5  # and, where no queries are known, the share of what channels vary by that their error may be
 _QUERIES, _KEYS = 32, 1024  # of a check
 _SHORTEST = 512  # tokens of the contexts that keys are prepared for, up to what the model was made for
 _FLOOR = 1e-4  # channels weaker than this share of the mean are treated as if they had it
@@ -144,21 +145,46 @@ def measured(
     return moments.layer(format)
 
 
+class Check(NamedTuple):
+    """Whether keys survive being stored, judged by the tokens of one sequence, k and q [heads, t, dim], whose `first`
+    ones are exact. Without queries, or what scores them, only the keys themselves can be looked at."""
+
+    k: Tensor
+    q: Tensor | None
+    scoring: Scoring | None
+    first: int = 0
+
+    def lost(self, layer: LayerPolicy) -> bool:
+        if self.q is None or self.scoring is None:
+            return blurred(layer, self.k, self.first) > BLURRED
+        return moved(layer, self.k, self.q, self.scoring, self.first) > LOST
+
+    def finding(self, layer: LayerPolicy) -> str:
+        if self.q is None or self.scoring is None:
+            share = blurred(layer, self.k, self.first)
+            return f"their error is {share:.2g} of what most channels vary by where {BLURRED} are tolerated"
+        nats = moved(layer, self.k, self.q, self.scoring, self.first)
+        return f"attention moves by {nats:.2g} nats where {LOST} are tolerated"
+
+    def widened(self, layer: LayerPolicy) -> LayerPolicy:
+        """The layer with the narrowest keys, not below its own, that survive; 16 bits if no codes do."""
+        dim = self.k.shape[2]
+        format = Format.parse(layer.format, dim)
+        for bits in (*(bits for bits in (4, 5, 6, 8) if bits > format.key.bits), 16):
+            layer = layer.with_format(Format(Codec.key(dim, bits), format.value).name, dim)
+            if not self.lost(layer):
+                break
+        return layer
+
+
 @torch.no_grad()
 def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> float:
     """By how many nats attention on codes differs from that on the keys: the mean KL divergence over some queries.
 
-    k and q [heads, t, dim] are the tokens of one sequence, whose `first` ones are exact. NaN: nothing finite was there.
+    NaN: nothing finite was there.
     """
     k, q = k[:, :_KEYS].transpose(0, 1).float(), q[:, :_KEYS].float()
-    codec = Format.parse(layer.format, k.shape[2]).key
-    if not codec.coded:
-        return 0.0
-    balance = torch.ones_like(k[0]) if layer.balance is None else layer.balance.to(k.device)
-    offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
-    codes = ops.encode(k * balance, codec, offset)
-    stored = ops.decode(codes, codec, offset) / balance
-    stored[:first] = k[:first]
+    stored = _stored(layer, k, first)
     at = torch.linspace(min(ENOUGH, k.shape[0]) - 1, k.shape[0] - 1, _QUERIES, device=k.device).long().unique()
     seen = scoring.visible(at[:, None], torch.arange(k.shape[0], device=k.device))
     queries = q[:, at].unflatten(0, (k.shape[1], -1))  # [kv_heads, group, n, dim]
@@ -172,15 +198,29 @@ def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int
     return float(change[change.isfinite()].mean())
 
 
-def widened(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> LayerPolicy:
-    """The layer with the narrowest keys, not below its own, whose attention survives; 16 bits if no codes do."""
-    dim = k.shape[2]
-    format = Format.parse(layer.format, dim)
-    for bits in (*(bits for bits in (4, 5, 6, 8) if bits > format.key.bits), 16):
-        layer = layer.with_format(Format(Codec.key(dim, bits), format.value).name, dim)
-        if not moved(layer, k, q, scoring, first) > LOST:
-            break
-    return layer
+@torch.no_grad()
+def blurred(layer: LayerPolicy, k: Tensor, first: int = 0) -> float:
+    """The error of a stored channel as a share of what most channels vary by, the mean over heads.
+
+    A few channels with large numbers make the error of all channels large: then what the others say is lost.
+    """
+    k = k[:, first:_KEYS].transpose(0, 1).float()
+    k = k[k.isfinite().flatten(1).all(1)]
+    error = (_stored(layer, k, 0) - k).square().mean(0).median(-1).values.sqrt()
+    share = error / k.std(0).median(-1).values
+    return float(share[share.isfinite()].mean())
+
+
+def _stored(layer: LayerPolicy, k: Tensor, first: int) -> Tensor:
+    """What keys [t, kv_heads, dim] are behind their codes."""
+    codec = Format.parse(layer.format, k.shape[2]).key
+    if not codec.coded:
+        return k
+    balance = torch.ones_like(k[0]) if layer.balance is None else layer.balance.to(k.device)
+    offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
+    stored = ops.decode(ops.encode(k * balance, codec, offset), codec, offset) / balance
+    stored[:first] = k[:first]
+    return stored
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -78,15 +78,23 @@ def step_kind(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[object
 
 
 def balanced(q: Tensor, k: Tensor, balance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Queries and keys with the same scores, whose keys are easier to store."""
+    """Queries and keys with the same scores, whose keys are easier to store: in float32, as where a backend does it."""
     if balance is None:
         return q, k
-    divided = q.unflatten(1, (k.shape[1], -1)) / balance[:, None].to(q.dtype)
+    divided = _widest(q).unflatten(1, (k.shape[1], -1)) / balance[:, None]
     return divided.flatten(1, 2), balanced_keys(k, balance)
 
 
 def balanced_keys(k: Tensor, balance: Tensor | None) -> Tensor:
-    return k if balance is None else k * balance.to(k.dtype)
+    return k if balance is None else _widest(k) * balance
+
+
+def in_dtype(part: Partial, dtype: torch.dtype) -> Partial:
+    return Partial(part.out.to(dtype), part.lse)
+
+
+def _widest(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def in_pieces(

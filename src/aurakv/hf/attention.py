@@ -90,7 +90,7 @@ def attention(
     step = key.step
     if not torch.compiler.is_compiling():
         step.layer.pending = None  # a refused call stores nothing
-    if step is not value.step or step.dense is not None:
+    if step is not getattr(value, "step", None) or step.dense is not None:
         raise InputError("the attention function 'aurakv' needs the keys and values of one update, unchanged")
     if not causal or dropout:
         raise InputError("attention on compressed keys is causal and without dropout: call model.eval()")

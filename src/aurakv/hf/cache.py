@@ -34,8 +34,8 @@ class AuraCache(Cache):  # type: ignore[misc]
         uncompressed, in the dtype of the model.
     first, recent: so many first tokens of a sequence, and tokens before each query, are used uncompressed; by default
         what the policy says, without one 4 and 0.
-    centre: without a policy, the first tokens that come (64 or more at once) give each layer its key offset and
-        balance, which stay until `reset`. A policy brings its own.
+    centre: without a policy, the first 68 tokens or more give each layer its key offset and balance, which stay until
+        `reset`; a shorter prompt stays uncompressed until more has come. A policy brings its own.
     rollback: how many tokens can be cropped where only a window is kept.
     """
 
@@ -75,7 +75,8 @@ class AuraCache(Cache):  # type: ignore[misc]
                 continue
             layer = next(policies)
             Format.parse(layer.format, dim)  # refuse now what the first tokens would
-            made.append(AuraLayer(layer, slot.window, turned[slot.window is not None], options, self._shared))
+            turned_so = turned[slot.window is not None]
+            made.append(AuraLayer(len(made), layer, slot.window, turned_so, options, self._shared))
         super().__init__(layers=made)
 
     @property
@@ -85,8 +86,8 @@ class AuraCache(Cache):  # type: ignore[misc]
 
     @property
     def lost(self) -> list[str]:
-        """One sentence for each layer whose keys, judged by the first 64 or more tokens, do not survive its format."""
-        return list(self._shared.lost)
+        """One sentence for each layer whose keys, judged by the first 68 or more tokens, do not survive its format."""
+        return list(self._shared.lost.values())
 
     @property
     def bytes_held(self) -> int:

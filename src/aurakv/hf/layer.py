@@ -3,6 +3,9 @@
 `update` stores nothing yet. It returns handles, and whoever computes attention decides: the attention function `aurakv`
 appends the new tokens without their padding and attends on the codes; any other function sees decoded tensors. Tokens
 that nobody looked at are appended before the layer is used again.
+
+Where keys are measured before they are stored, tokens stay uncompressed until there are enough of them; then all are
+compressed, once.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import copy
 import functools
 import itertools
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,13 +22,15 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache import KVCache
-from ..calibrate import ENOUGH, LOST, Turns, measured, moved, widened
+from ..calibrate import ENOUGH, Check, Turns, measured
 from ..codec import Codec, Format
 from ..errors import InputError
 from ..exact import Exact
 from ..ops import decode, encode
 from ..policy import LayerPolicy
 from ..scoring import Scoring
+from ..steps import balanced_keys
+from .beginning import Beginning
 from .columns import Columns
 from .shared import Options, Shared
 
@@ -40,14 +45,22 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
 
     def __init__(
-        self, policy: LayerPolicy, window: int | None, turns: Turns | None, options: Options, shared: Shared
+        self,
+        index: int,
+        policy: LayerPolicy,
+        window: int | None,
+        turns: Turns | None,
+        options: Options,
+        shared: Shared,
     ) -> None:
         super().__init__()
+        self.index = index
         self.policy, self.window, self.turns, self.options, self.shared = policy, window, turns, options, shared
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
         self.balance: Tensor | None = None  # [kv_heads, dim]: keys are multiplied, queries divided by it
         self.columns = Columns(0)
+        self.beginning: Beginning | None = None  # what came so far, while keys are still to be looked at
         self.pending: Step | None = None
         self.token = _enrol(self)
 
@@ -58,49 +71,88 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         clone.token = _enrol(clone)
         return clone
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.token = _enrol(self)
+
     @property
     def format(self) -> str:
-        return self.policy.format
+        """How tokens are stored, or will be."""
+        return self.policy.format if self.cache is None or self._waits else self.cache.format.name
+
+    @property
+    def _waits(self) -> bool:
+        """Whether tokens are uncompressed until enough of them were seen."""
+        return self.beginning is not None and self._measures
 
     def __repr__(self) -> str:
         return f"AuraLayer({self.format}" + (")" if self.window is None else f", window={self.window})")
 
     # what transformers asks
 
-    def lazy_initialization(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        q: Tensor | None = None,
-        real: Tensor | None = None,
-        scoring: Scoring | None = None,
-    ) -> None:
-        seqs, kv_heads, _, key_dim = key_states.shape
-        first, recent, rollback, centre, _, backend, _ = self.options
-        device = key_states.device
-        dtype = torch.float32 if key_states.dtype == torch.float64 else key_states.dtype  # the widest that is stored
-        policy = self.policy
-        if centre and Format.parse(policy.format, (key_dim, value_states.shape[3]), dtype).key.coded:
-            turns = self.turns if self.turns is not None and self.turns.dim == key_dim else None
-            policy = measured(policy.format, key_states, q, real, turns)
-        if q is not None and scoring is not None:
-            policy = self._guarded(policy, key_states, q, real, scoring)
-        format = Format.parse(policy.format, (key_dim, value_states.shape[3]), dtype)
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._begin(Beginning.of(key_states, value_states, None, None), None)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the first tokens have a say in how they are stored."""
+        return self.options.centre or self.options.widen
+
+    def _begin(self, new: Beginning, scoring: Scoring | None) -> None:
+        """Make a cache for what is to come, of which `new` are the first tokens."""
+        coded = Format.parse(self.policy.format, (new.k.shape[3], new.v.shape[3])).key.coded
+        self.beginning = None if new.enough or not coded else new.first(0)
+        self._make(LayerPolicy("k16v16") if self._waits else self._chosen(new, scoring), new)
+        self.columns = Columns(new.k.shape[0])
+
+    def _chosen(self, begun: Beginning, scoring: Scoring | None) -> LayerPolicy:
+        """How tokens are stored, from the first ones."""
+        policy, dim = self.policy, begun.k.shape[3]
+        if not Format.parse(policy.format, (dim, begun.v.shape[3])).key.coded:
+            return policy
+        if self.options.centre:
+            turns = self.turns if self.turns is not None and self.turns.dim == dim else None
+            policy = measured(policy.format, begun.k, begun.q, begun.real, turns)
+        return self._guarded(policy, begun, scoring)
+
+    def _make(self, policy: LayerPolicy, begun: Beginning) -> None:
+        """An empty cache."""
+        k, v = begun.k, begun.v
+        seqs, kv_heads, _, key_dim = k.shape
+        first, recent, rollback, _, _, backend, _ = self.options
+        dtype = torch.float32 if k.dtype == torch.float64 else k.dtype  # the widest that is stored
+        format = Format.parse(policy.format, (key_dim, v.shape[3]), dtype)
         exact = None
         if (first or recent) and (format.key.coded or format.value.coded):
             exact = Exact(first, recent, dtype, rollback)
-        options: dict[str, Any] = {"device": device, "exact": exact, "backend": backend}
+        options: dict[str, Any] = {"device": k.device, "exact": exact, "backend": backend}
         for name in ("key_offset", "value_offset"):
             offset = getattr(policy, name)
-            options[name] = None if offset is None else offset.to(device)
+            options[name] = None if offset is None else offset.to(k.device)
         if self.window is None:
             self.cache = KVCache.contiguous(format, seqs, kv_heads, **options)
         else:
             self.cache = KVCache.ring(format, seqs, kv_heads, self.window, rollback=rollback, **options)
-        if policy.balance is not None:
-            self.balance = policy.balance.to(device, key_states.dtype)
-        self.columns = Columns(seqs)
-        self.dtype, self.device, self.is_initialized = key_states.dtype, device, True
+        self.balance = None if policy.balance is None else policy.balance.to(k.device)
+        self.dtype, self.device, self.is_initialized = k.dtype, k.device, True
+
+    def _watch(self, new: Beginning, scoring: Scoring | None) -> KVCache:
+        """Note tokens that are about to be stored, and when there are enough, decide how, and compress those so far."""
+        if self.cache is None:
+            self._begin(new, scoring)
+        if self.beginning is not None:
+            begun = self.beginning = self.beginning.first(self.columns.total).followed(
+                new
+            )  # what was refused is not there
+            if begun.enough:
+                waits, self.beginning = self._waits, None
+                policy = self._chosen(begun, scoring)
+                if waits:
+                    self._make(policy, begun)
+                    k, v, starts = begun.first(self.columns.total).rows()
+                    cast("KVCache", self.cache).append(balanced_keys(k, self.balance), v, starts)
+        assert self.cache is not None
+        return self.cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Any]:
         step = Step(self, key_states, value_states)
@@ -123,7 +175,8 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.cache, self.columns, self.pending, self.is_initialized = None, Columns(0), None, False
-        self.balance = None
+        self.balance = self.beginning = None
+        self.shared.forget(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last −n columns; a positive number is the count of columns to keep."""
@@ -132,6 +185,8 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             for seq, length in enumerate(lengths):
                 self.cache.truncate(seq, length)
         self.columns = columns
+        if self.beginning is not None:
+            self.beginning = self.beginning.first(columns.total)
 
     def check_crop(self, tokens_to_remove: int) -> tuple[Columns, list[int]]:
         """Columns and lengths as `crop` would leave them, or its refusal; nothing changes."""
@@ -155,6 +210,8 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.cache is not None:
             self.cache.reorder(index)
             self.columns.select(index)
+        if self.beginning is not None:
+            self.beginning = self.beginning.selected(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select(beam_idx.tolist())
@@ -172,8 +229,11 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def bytes_held(self) -> int:
-        balance = 0 if self.balance is None else self.balance.nbytes
-        return 0 if self.cache is None else self.cache.bytes_held + self.columns.bytes_held + balance
+        if self.cache is None:
+            return 0
+        beside = (x for x in (self.balance, self.beginning) if x is not None)
+        numbers = sum(x.nbytes if isinstance(x, Tensor) else x.bytes_held for x in beside)
+        return self.cache.bytes_held + self.columns.bytes_held + numbers
 
     # attention
 
@@ -190,9 +250,12 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         """Append new tokens k, v [seqs, kv_heads, t, dim] and attend with their queries: [seqs, t, heads, dim]."""
         self.pending = None
         scoring = _scoring(scale, self.window, softcap)
-        cache = self._ready(k, v, q, reach, scoring)
+        self._check_batch(k)
         seqs, heads, count, _ = q.shape
         real = None if reach is None and self.window is None else self.shared.real(reach, self, count)
+        cache = self.cache
+        if cache is None or self.beginning is not None:
+            cache = self._watch(Beginning.of(k, v, q, real), scoring)
         q, k, v = _rows(q), _rows(k), _rows(v)
         options: dict[str, Any] = {
             "balance": self.balance,
@@ -223,14 +286,14 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         length, offset = self.get_mask_sizes(count)
         past = self.columns.total - offset
         pool = cache.pool
-        k = self._balanced(k)
+        dtype, k = k.dtype, self._balanced(k)
         dense = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
         for seq, tokens in enumerate(cache.lengths):
             last = tokens + count - 1
             column = self.columns.of(seq)[cache.positions(seq).cpu()] - offset
             held = (column >= 0).to(k.device)
             at = column.to(k.device)[held]
-            stored = cache.decode(seq, k.dtype, query=last)
+            stored = (x.to(y.dtype) for x, y in zip(cache.decode(seq, k.dtype, query=last), (k, v), strict=True))
             new = torch.arange(tokens, tokens + count, device=k.device)
             exact = cache.exact.seen(new, last)[:, None]
             sides = (cache.format.key, pool.key_offset), (cache.format.value, pool.value_offset)
@@ -238,10 +301,10 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
                 x[seq, :, at] = old[held].transpose(0, 1)
                 x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], *side, cache.backend))
         self._append(cache, k, v)
-        return dense[0] if self.balance is None else dense[0] / self.balance[:, None], dense[1]
+        return dense[0] if self.balance is None else (dense[0] / self.balance[:, None]).to(dtype), dense[1]
 
     def _balanced(self, k: Tensor) -> Tensor:
-        return k if self.balance is None else k * self.balance[:, None]
+        return k if self.balance is None else k.float() * self.balance[:, None]
 
     def _append(self, cache: KVCache, k: Tensor, v: Tensor) -> None:
         """All tokens are real; keys are balanced."""
@@ -256,37 +319,30 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             cache = self._ready(k, v)
             self._append(cache, self._balanced(k), v)
 
-    def _guarded(self, policy: LayerPolicy, k: Tensor, q: Tensor, real: Tensor | None, scoring: Scoring) -> LayerPolicy:
+    def _guarded(self, policy: LayerPolicy, begun: Beginning, scoring: Scoring | None) -> LayerPolicy:
         """Look at one sequence: would its keys survive? If not, they get more bits, or the user one sentence."""
-        seq = 0 if real is None else int(real.sum(1).argmax())
-        k, q = (x[seq] if real is None else x[seq][:, real[seq]] for x in (k, q))
+        seq = int(begun.real.sum(1).argmax())
+        k, q = (None if x is None else x[seq][:, begun.real[seq]] for x in (begun.k, begun.q))
+        assert k is not None
         if k.shape[1] < ENOUGH:
             return policy
-        first = self.options.first
-        nats = moved(policy, k, q, scoring, first)
-        if not nats > LOST:
+        check = Check(k, q, scoring, self.options.first)
+        if not check.lost(policy):
             return policy
-        wider = widened(policy, k, q, scoring, first)
+        wider = check.widened(policy)
         if self.options.widen:
             return wider
-        self.shared.tell(self, nats, wider.format)
+        self.shared.tell(self, check.finding(policy), wider.format)
         return policy
 
-    def _ready(
-        self,
-        k: Tensor,
-        v: Tensor,
-        q: Tensor | None = None,
-        reach: Tensor | None = None,
-        scoring: Scoring | None = None,
-    ) -> KVCache:
-        if self.cache is None:
-            real = None if reach is None or reach.shape[1] != k.shape[2] else reach > 0
-            self.lazy_initialization(k, v, q, real, scoring)
-        assert self.cache is not None
-        if k.shape[0] != self.columns.seqs:
+    def _ready(self, k: Tensor, v: Tensor) -> KVCache:
+        """For tokens without queries, all of them real."""
+        self._check_batch(k)
+        return self._watch(Beginning.of(k, v, None, None), None)
+
+    def _check_batch(self, k: Tensor) -> None:
+        if self.cache is not None and k.shape[0] != self.columns.seqs:
             raise InputError(f"this cache holds {self.columns.seqs} sequences, got a batch of {k.shape[0]}")
-        return self.cache
 
 
 class Step:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calibrate import LOST
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +33,8 @@ class Shared:
 
     def __init__(self) -> None:
         self.warned = False
-        self.lost: list[str] = []  # one sentence for each layer whose keys do not survive its format
+        self.lost: dict[int, str] = {}  # by the number of a layer whose keys do not survive its format, a sentence
+        self.told = False
         self._read: tuple[Tensor, int, int, Tensor | None] | None = None
 
     def real(self, reach: Tensor | None, layer: AuraLayer, count: int) -> Tensor | None:
@@ -53,23 +53,29 @@ class Shared:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                "the attention function of this model is not 'aurakv', so the compressed cache is decoded at every step"
-                " (right results, but slow): use aurakv.hf.attach(model) or model.set_attn_implementation('aurakv')",
+                "the attention function of this model is not 'aurakv', so the compressed cache is decoded at every"
+                " step, which is slow, and keys are stored without a look at queries, which costs quality:"
+                " use aurakv.hf.attach(model) or model.set_attn_implementation('aurakv')",
                 stacklevel=2,
             )
 
-    def tell(self, layer: AuraLayer, nats: float, better: str) -> None:
+    def tell(self, layer: AuraLayer, finding: str, better: str) -> None:
         """Warn once for a cache; all sentences are kept."""
-        self.lost.append(
-            f"keys do not survive {layer.format} in a layer of this model (attention moves by {nats:.2g} nats where"
-            f" {LOST} are tolerated): {better} would keep them, or AuraCache without a format, which chooses by itself"
+        self.lost[layer.index] = (
+            f"keys do not survive {layer.policy.format} in layer {layer.index} of this model ({finding}): {better}"
+            " would keep them, or AuraCache without a format, which chooses by itself"
         )
-        if len(self.lost) == 1:
-            warnings.warn(self.lost[0], stacklevel=2)
+        if not self.told:
+            self.told = True
+            warnings.warn(self.lost[layer.index], stacklevel=2)
+
+    def forget(self, layer: AuraLayer) -> None:
+        """What was said of a layer that begins anew."""
+        self.lost.pop(layer.index, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         clone = memo[id(self)] = Shared()
-        clone.lost = list(self.lost)
+        clone.lost, clone.told = dict(self.lost), self.told
         return clone
 
 
@@ -78,12 +84,12 @@ def _read_reach(reach: Tensor, layer: AuraLayer, count: int) -> tuple[int, Tenso
     past, columns = layer.columns.total, reach.shape[1]
     if columns != past + count:
         raise InputError(f"the attention mask must cover all {past + count} tokens, past and new, got {columns}")
-    assert layer.cache is not None
+    held = [0] * reach.shape[0] if layer.cache is None else layer.cache.lengths
     counts = (reach[:, :past] > 0).sum(1, keepdim=True, dtype=torch.int32)
     read = torch.cat([counts, reach[:, past:]], 1).cpu()
-    if read[:, 0].tolist() != layer.cache.lengths:
+    if read[:, 0].tolist() != held:
         raise InputError(
-            f"the attention mask must show the {layer.cache.lengths} tokens that the sequences of this cache hold,"
+            f"the attention mask must show the {held} tokens that the sequences of this cache hold,"
             f" got {read[:, 0].tolist()}"
         )
     real = read[:, 1:] > 0

@@ -1,0 +1,51 @@
+"""Beginning: the first tokens of a layer, as they came, until there are enough of them to tell how keys are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..calibrate import ENOUGH, SINKS
+
+
+@dataclass
+class Beginning:
+    """Keys, values and queries [seqs, heads, columns, dim] and which columns [seqs, columns] are no padding."""
+
+    k: Tensor
+    v: Tensor
+    q: Tensor | None  # None: not all were seen
+    real: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, q: Tensor | None, real: Tensor | None) -> Beginning:
+        whole = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+        return cls(k, v, q, whole if real is None else real.to(k.device))
+
+    @property
+    def enough(self) -> bool:
+        """Whether one sequence can speak for the tokens to come."""
+        return int(self.real.sum(1).max()) >= ENOUGH + SINKS
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(x.nbytes for x in (self.k, self.v, self.q, self.real) if x is not None)
+
+    def followed(self, by: Beginning) -> Beginning:
+        k, v = torch.cat([self.k, by.k], 2), torch.cat([self.v, by.v], 2)
+        q = None if self.q is None or by.q is None else torch.cat([self.q, by.q], 2)
+        return Beginning(k, v, q, torch.cat([self.real, by.real], 1))
+
+    def first(self, columns: int) -> Beginning:
+        q = None if self.q is None else self.q[:, :, :columns]
+        return Beginning(self.k[:, :, :columns], self.v[:, :, :columns], q, self.real[:, :columns])
+
+    def selected(self, index: list[int]) -> Beginning:
+        return Beginning(self.k[index], self.v[index], None if self.q is None else self.q[index], self.real[index])
+
+    def rows(self) -> tuple[Tensor, Tensor, list[int]]:
+        """Keys and values [tokens, heads, dim] without padding, and where sequences start."""
+        k, v = (x.transpose(1, 2)[self.real] for x in (self.k, self.v))
+        return k, v, [0, *self.real.sum(1).cumsum(0).tolist()]
