@@ -50,6 +50,17 @@ def main() -> None:
         torch.cuda.synchronize()
         assert bool(part.out.isfinite().all()), (name, dim)
         print(name, dim, page, queries, "fine", flush=True)
+    for name, dim in (("k4v4", 128), ("k3v2", 64), ("k4v4", 256)):  # so many vectors that each warp has its own
+        format = Format.parse(name, dim)
+        pages = Pages(
+            format, 64, allocate(format, 64, 160, 2, device),
+            torch.randperm(160, device=device, dtype=torch.int32).view(2, 80).contiguous(),
+            torch.tensor([0, 7], dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device),
+        )  # fmt: skip
+        x = torch.randn(9001, 2, dim, device=device, dtype=torch.bfloat16)
+        ops.append(pages, x, x, [0, 4800, 9001], backend="triton")
+        assert pages.lengths.tolist() == [4800, 4208]
+        print(name, dim, "long append fine", flush=True)
 
 
 if __name__ == "__main__":

@@ -256,6 +256,76 @@ def test_graph_of_decode_steps(name, page_size):
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [("k4v4", 128), ("k4v4", 64), ("k4v4", 256), ("k4:lsq/v4:l2", 128), ("k3v2", 128), ("k2v3", 64), ("k8v4", 128)],
+)
+def test_long_append(name, dim, dtype):
+    """Many tokens of ragged sequences, some of them damaged, empty or too many, against the reference."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    before, new, kv_heads = [5, 0, 130, 9], [3001, 4090, 0, 1500], 4
+    pages = make_pages(name, dim, 4, 4096, kv_heads, 64)
+    pages.lengths.copy_(torch.tensor(before))
+    pages.table[3, 20] = -1  # the last sequence has no room
+    untouched = pages.data[pages.table[3, 0]].clone()
+    shape = (sum(new), kv_heads, dim)
+    k, v = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in "kv")
+    k *= torch.exp(2 * torch.randn(shape[:2], generator=generator, device="cuda"))[..., None].to(dtype)
+    k[7], k[8, :, 3], k[9], k[10] = 0, float("nan"), 1e4, 1e-7
+    starts = [0, *torch.tensor(new).cumsum(0).tolist()]
+    ops.append(pages, k, v, starts, backend="triton")
+    assert pages.lengths.tolist() == [3006, 4090, 130, 9]
+    assert int(pages.overflow) == 1
+    assert torch.equal(pages.data[pages.table[3, 0]], untouched)
+    for seq in range(2):
+        at = slice(starts[seq], starts[seq + 1])
+        stored = pages.stored(seq, torch.arange(before[seq], before[seq] + new[seq], device="cuda"))
+        sides = (k, pages.format.key), (v, pages.format.value)
+        for codes, (x, codec) in zip(stored, sides, strict=True):
+            wanted = ops.encode(x[at], codec, backend="reference")
+            sound = wanted.scale.isfinite()
+            assert torch.equal(codes.scale.isfinite(), sound)
+            same = codes.data == wanted.data
+            assert same[sound].float().mean() > 0.9999
+            sound &= same.all(-1)
+            torch.testing.assert_close(codes.scale[sound], wanted.scale[sound], rtol=2e-3, atol=1e-7)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("recent", [0, 8])
+@pytest.mark.parametrize(("name", "precision"), [("k4v4", "fast"), ("k4v4", "exact"), ("k5v3", "fast")])
+def test_steps_of_a_cache(name, precision, recent):
+    """Exact tokens, offset and balance over a prompt and steps of one token, like the reference on balanced vectors."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    seqs, kv_heads, dim = 3, 2, 128
+    offset = torch.randn(kv_heads, dim, generator=generator, device="cuda")
+    balance = (torch.rand(kv_heads, dim, generator=generator, device="cuda") + 0.5).bfloat16()
+
+    def cache(backend, dtype):
+        options = {"key_offset": offset, "backend": backend, "device": "cuda"}
+        exact = kv.Exact(4, recent, dtype)
+        return kv.KVCache.contiguous(Format.parse(name, dim), seqs, kv_heads, exact=exact, **options)
+
+    ours, other = cache("triton", torch.bfloat16), cache("reference", torch.float32)
+    for count in (2, 90, *[1] * 40):
+        q, k, v = (
+            torch.randn(seqs * count, heads, dim, generator=generator, device="cuda").bfloat16()
+            for heads in (8, kv_heads, kv_heads)
+        )
+        starts = None if count == 1 else [i * count for i in range(seqs + 1)]
+        with torch.inference_mode():
+            got = ours.step(q, k, v, starts, balance=balance, precision=precision)
+            q, k = (q.unflatten(1, (kv_heads, -1)) / balance[:, None]).flatten(1, 2), k * balance
+            wanted = other.step(q.float(), k.float(), v.float(), starts)
+        error = (got.out.float() - wanted.out).norm() / wanted.out.norm()
+        assert error < 0.01, (count, float(error))  # bfloat16 results alone are 2e-3
+    assert ours.lengths == other.lengths
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_graph_append_that_does_not_fit():
     pages = make_pages("k4v4", 64, 2, 32, 2, 16)
     pages.lengths.copy_(torch.tensor([31, 5]))

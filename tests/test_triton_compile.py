@@ -239,6 +239,18 @@ def test_long_appends_fit_into_shared_memory(compile_for, capability, most):
         assert seen["append_kernel"][0].metadata.shared <= most
 
 
+@pytest.mark.parametrize(("capability", "dim"), [(80, 128), (90, 64), (90, 128), (90, 256), (100, 128)])
+def test_long_appends(compile_for, capability, dim):
+    """16-bit vectors of up to 128 coordinates need no other warp and stay in registers (of sm_100 not quite all)."""
+    seen = compile_for(capability)
+    pages = pages_of("k4v4", dim, 3, 8192, 64)
+    x = torch.empty(16384, 2, dim, dtype=torch.bfloat16)
+    store.append(pages, x, x, torch.tensor([0, 8000, 8000, 16384], dtype=torch.int32))
+    assert seen["append_kernel"][1] == (4 if dim == 256 else 1)
+    for name, spills in compile_for.report(seen, capability, f"k4v4 d{dim}"):
+        assert dim == 256 or capability > 90 or spills == 0, name
+
+
 def test_widths_use_instructions_they_should():
     """Up to 4 bits tables become byte permutations, wider ones arithmetic; tables of users may have to be looked up."""
 

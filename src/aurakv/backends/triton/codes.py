@@ -242,40 +242,54 @@ def load_cells(p_cells):
 
 
 @triton.jit
-def quantise_cells(z, cells, ASM: tl.constexpr):
-    """Codes of z and their levels, for tables that tables.cells serves: a lane looks up what another one holds."""
+def quantise_groups(y, inverse, size, cells, ASM: tl.constexpr, GROUPS: tl.constexpr):
+    """y · inverse = y / size [rows, 8·GROUPS] in plane-major order as words of 8 codes; the sums of the squares of
+    their levels, and of levels times y: [rows, GROUPS]. For tables that tables.cells serves: a lane looks up what
+    another one holds."""
+    even, odd = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, 2, 2, GROUPS]), [0, 4, 1, 2, 3]))
+    y04, y26 = tl.split(even)
+    y15, y37 = tl.split(odd)
+    y0, y4 = tl.split(y04)
+    y2, y6 = tl.split(y26)
+    y1, y5 = tl.split(y15)
+    y3, y7 = tl.split(y37)
     return tl.inline_asm_elementwise(
-        ASM, "=&r,=&f,f,r,r", [z, cells[0], cells[1]],
-        dtype=(tl.int32, tl.float32), is_pure=True, pack=1)  # fmt: skip
+        ASM, "=&r,=&f,=&f,f,f,f,f,f,f,f,f,f,f,r,r", [y0, y1, y2, y3, y4, y5, y6, y7, inverse, size, cells[0], cells[1]],
+        dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
 
 
 @triton.jit
-def store_codes(p_row, m_row, code, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
-    """Pack codes [rows, 8·GROUPS] in plane-major order into rows of bytes."""
-    rows: tl.constexpr = code.shape[0]
+def pack_words(code, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """Codes [rows, 8·GROUPS] in plane-major order as words [rows, GROUPS] of 8 codes."""
     o_plane = tl.arange(0, 8)
-    planes = tl.reshape(code, [rows, 8, GROUPS])
+    planes = tl.reshape(code, [code.shape[0], 8, GROUPS])
     if BITS <= 4:
-        word = tl.sum(planes << (o_plane * BITS)[None, :, None], axis=1)
-        if BITS == 2:
-            store_pieces(p_row, m_row, word.to(tl.uint16), 1, 0, DIM // 8)
-        elif BITS == 4:
-            store_pieces(p_row, m_row, word.to(tl.uint32, bitcast=True), 1, 0, DIM // 8)
-        else:  # 16 codes are 3 pieces of 16 bits
-            low, high = tl.split(tl.reshape(word, [rows, GROUPS // 2, 2]))
-            store_pieces(p_row, m_row, low.to(tl.uint16), 3, 0, DIM // 16)
-            store_pieces(p_row, m_row, (low >> 16 | high << 8).to(tl.uint16), 3, 1, DIM // 16)
-            store_pieces(p_row, m_row, (high >> 8).to(tl.uint16), 3, 2, DIM // 16)
+        return tl.sum(planes << (o_plane * BITS)[None, :, None], axis=1)
     else:
-        word = tl.sum(planes.to(tl.int64) << (o_plane * BITS).to(tl.int64)[None, :, None], axis=1)
-        if BITS == 8:
-            store_pieces(p_row, m_row, word, 1, 0, DIM // 8)
-        elif BITS == 6:
-            for i in tl.static_range(3):
-                store_pieces(p_row, m_row, (word >> 16 * i).to(tl.uint16), 3, i, DIM // 8)
-        else:
-            for i in tl.static_range(BITS):
-                store_pieces(p_row, m_row, (word >> 8 * i).to(tl.uint8), BITS, i, DIM // 8)
+        return tl.sum(planes.to(tl.int64) << (o_plane * BITS).to(tl.int64)[None, :, None], axis=1)
+
+
+@triton.jit
+def store_words(p_row, m_row, word, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """Words of `pack_words` to rows of bytes."""
+    rows: tl.constexpr = word.shape[0]
+    if BITS == 2:
+        store_pieces(p_row, m_row, word.to(tl.uint16), 1, 0, DIM // 8)
+    elif BITS == 3:  # 16 codes are 3 pieces of 16 bits
+        low, high = tl.split(tl.reshape(word, [rows, GROUPS // 2, 2]))
+        store_pieces(p_row, m_row, low.to(tl.uint16), 3, 0, DIM // 16)
+        store_pieces(p_row, m_row, (low >> 16 | high << 8).to(tl.uint16), 3, 1, DIM // 16)
+        store_pieces(p_row, m_row, (high >> 8).to(tl.uint16), 3, 2, DIM // 16)
+    elif BITS == 4:
+        store_pieces(p_row, m_row, word.to(tl.uint32, bitcast=True), 1, 0, DIM // 8)
+    elif BITS == 8:
+        store_pieces(p_row, m_row, word, 1, 0, DIM // 8)
+    elif BITS == 6:
+        for i in tl.static_range(3):
+            store_pieces(p_row, m_row, (word >> 16 * i).to(tl.uint16), 3, i, DIM // 8)
+    else:
+        for i in tl.static_range(BITS):
+            store_pieces(p_row, m_row, (word >> 8 * i).to(tl.uint8), BITS, i, DIM // 8)
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 
 In: vectors [tokens, heads, dim] of any strides, float32/16/bfloat16; offset [heads, dim] float32 or none.
 Out: rows of packed codes with one scale each (Codec), or raw vectors at 16 bits.
-Constexprs: K, V, SIDE (tables.Encoder); HEADS; ROWS vectors at a time, LONG see slots.place_rows; SEQS see
-slots.find_block; RING. The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as
-slots.find_block has (LONG: of tokens, times HEADS).
+Constexprs: K, V, WRITER (tables.Writer), SIDE (tables.Encoder); HEADS; ROWS vectors at a time, LONG see
+slots.place_rows; SEQS see slots.find_block; RING. The launcher guarantees: lengths, table and overflow as in Pages;
+`blocks` at least as many as slots.find_block has (LONG: of tokens, times HEADS).
 """
 
 # mypy: ignore-errors
@@ -12,8 +12,18 @@ slots.find_block has (LONG: of tokens, times HEADS).
 import triton
 import triton.language as tl
 
-from .codes import INTERPRETED, cast, coordinates, load_cells, quantise, quantise_cells, store_codes, to_levels
-from .slots import advance_lengths, place_rows
+from .codes import (
+    INTERPRETED,
+    cast,
+    coordinates,
+    load_cells,
+    pack_words,
+    quantise,
+    quantise_groups,
+    store_words,
+    to_levels,
+)
+from .slots import advance_lengths, no_sequence, place_rows
 
 # These vary from call to call: no kernel of its own when one of them is 1 or a multiple of 16.
 VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "blocks"]
@@ -52,14 +62,15 @@ def rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE: tl.constexp
 
 @triton.jit
 def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_bounds, cells, p_data, p_scale,
-                DTYPE: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
+                DTYPE: tl.constexpr, WRITER: tl.constexpr):  # fmt: skip
     """Encode vectors at p_row [rows] into bytes at p_data [rows] and scales at p_scale [rows] of type DTYPE."""
+    SIDE: tl.constexpr = WRITER.how
     COLUMNS: tl.constexpr = SIDE.columns
     BITS: tl.constexpr = SIDE.bits
     DIM: tl.constexpr = SIDE.dim
     GROUPS: tl.constexpr = SIDE.groups
     COEF: tl.constexpr = SIDE.coef
-    CELLS: tl.constexpr = SIDE.cells
+    ASM: tl.constexpr = WRITER.groups
     o_coordinate = coordinates(COLUMNS, BITS)
     m_column = (o_coordinate < SIDE.dim)[None, :]
     if SIDE.bits == 16:
@@ -68,7 +79,10 @@ def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_
         p = p_data.to(tl.pointer_type(DTYPE), bitcast=True)
         tl.store(p[:, None] + o_coordinate[None, :], cast(x, DTYPE), mask=m)
     else:
-        y = rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE)
+        if WRITER.factor:
+            y = rotate_in_parts(p_row, stride, m_row, p_matrix, b_matrix, WRITER.factor, SIDE)
+        else:
+            y = rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE)
         power = tl.sum(y * y, 1)
         unit = tl.full([p_row.shape[0]], 1.0, tl.float32)
         if tl.max((~((power > 1e-25) & (power < 1e25))).to(tl.int32), 0) > 0:
@@ -80,24 +94,60 @@ def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_
             power = tl.sum(y * y, 1)
         rms = tl.sqrt(power / DIM)
         rms = tl.where(rms > 0, rms, 1.0)
-        z = y * (1.0 / rms)[:, None]
-        if len(CELLS) > 0:
-            code, level = quantise_cells(z, cells, CELLS)
+        inverse = 1.0 / rms
+        if len(ASM) > 0:
+            word, squares, products = quantise_groups(y, inverse[:, None], rms[:, None], cells, ASM, GROUPS)
+            if COLUMNS > DIM:
+                m_group = (tl.arange(0, GROUPS) < DIM // 8)[None, :]
+                squares = tl.where(m_group, squares, 0.0)
+                products = tl.where(m_group, products, 0.0)
         else:
-            code = quantise(z, p_bounds, BITS)
+            code = quantise(y * inverse[:, None], p_bounds, BITS)
             level = to_levels(code.to(tl.uint32), p_levels, BITS, COEF)
-        if COLUMNS > DIM:
-            level = tl.where(m_column, level, 0.0)
-        energy = tl.sum(level * level, 1)
-        scale = tl.sqrt(power / energy)
-        if SIDE.lsq:
-            scale = tl.sum(z * level, 1) * rms / energy
+            if COLUMNS > DIM:
+                level = tl.where(m_column, level, 0.0)
+            word = pack_words(code, BITS, GROUPS)
+            squares, products = level * level, y * level
+        energy = tl.sum(squares, 1)
+        scale = tl.sum(products, 1) / energy if SIDE.lsq else tl.sqrt(power / energy)
         scale *= SIDE.post
         scale = tl.where((energy > 0) & (power > 0), scale * unit, 0.0)
         scale = tl.where(scale > SIDE.largest, SIDE.largest, tl.where(scale < -SIDE.largest, -SIDE.largest, scale))
         scale = tl.where(power < float("inf"), scale, float("nan"))  # a vector that is not finite
         tl.store(p_scale, scale.to(DTYPE), mask=m_row)
-        store_codes(p_data, m_row, code, DIM, BITS, GROUPS)
+        store_words(p_data, m_row, word, DIM, BITS, GROUPS)
+
+
+@triton.jit
+def rotate_in_parts(p_row, stride, m_row, p_matrix, b_matrix, FACTOR: tl.constexpr, SIDE: tl.constexpr):
+    """`rotate` without offsets, for one warp: a product with a small matrix over neighbours, which needs no shared
+    memory, and sums over the rest. b_matrix: `part_matrix`."""
+    ROWS: tl.constexpr = p_row.shape[0]
+    DIM: tl.constexpr = SIDE.dim
+    REST: tl.constexpr = DIM // FACTOR
+    HALVINGS: tl.constexpr = 1 if REST == 2 else 2
+    b_part, b_sign = b_matrix
+    o_dim = tl.arange(0, DIM)
+    x = tl.load(p_row[:, None] + o_dim[None, :] * stride, mask=m_row[:, None], other=0)
+    x = tl.inline_asm_elementwise(
+        "xor.b32 $0, $1, $2;", "=r,r,r", [x, b_sign[None, :]], dtype=x.dtype, is_pure=True, pack=2
+    )
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, REST, FACTOR]), [1, 0, 2]), [REST * ROWS, FACTOR])
+    y = tl.reshape(tl.dot(x, b_part), [REST, ROWS, FACTOR])
+    for _ in tl.static_range(HALVINGS):  # over the uppermost bit of the first index, which becomes the lowest
+        a, b = tl.split(tl.permute(tl.reshape(y, [2, REST // 2, ROWS, FACTOR]), [1, 2, 3, 0]))
+        y = tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 3, 1, 2]), [REST, ROWS, FACTOR])
+    # tables.part_matrix has columns in the order [plane // 2, group, plane % 2]: a lane gets whole groups
+    y = tl.permute(tl.reshape(y, [REST, ROWS, 4, FACTOR // 8, 2]), [1, 2, 4, 0, 3])
+    return tl.reshape(y, [ROWS, DIM])
+
+
+@triton.jit
+def part_matrix(p_matrix, FACTOR: tl.constexpr, DIM: tl.constexpr):
+    """The small matrix of rotate_in_parts, and the signs of the coordinates as bits."""
+    o = tl.arange(0, FACTOR)
+    b_part = tl.load(p_matrix + o[:, None] * FACTOR + o[None, :])
+    return b_part, tl.load(p_matrix + FACTOR * FACTOR + tl.arange(0, DIM)).to(tl.int16, bitcast=True)
 
 
 @triton.jit
@@ -110,9 +160,9 @@ def whole_matrix(p_matrix, SIDE: tl.constexpr):
 
 
 @triton.jit
-def table_cells(p_bounds, SIDE: tl.constexpr):
+def table_cells(p_bounds, WRITER: tl.constexpr):
     """What `encode_rows` takes as cells."""
-    if len(SIDE.cells) > 0:
+    if len(WRITER.groups) > 0:
         return load_cells(p_bounds)
     else:
         nothing = tl.full([], 0, tl.int32)
@@ -135,7 +185,7 @@ def encode_kernel(
     n,
     HEADS: tl.constexpr,
     DTYPE: tl.constexpr,
-    SIDE: tl.constexpr,
+    WRITER: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """x [tokens, heads, dim] into data [n, row_bytes] and scale [n], n = tokens·heads."""
@@ -144,16 +194,17 @@ def encode_kernel(
     i_token, i_head = (o_row // HEADS).to(tl.int64), o_row % HEADS
     p_offset = None
     if offset is not None:
-        p_offset = offset + i_head * SIDE.dim
+        p_offset = offset + i_head * WRITER.how.dim
     p_scale = scale
     if scale is not None:
         p_scale = scale + o_row
     p_row = x + i_token * stride_token + i_head * stride_head
     p_data = data + o_row.to(tl.int64) * row_bytes
+    SIDE: tl.constexpr = WRITER.how
     b_matrix = whole_matrix(matrix, SIDE)
-    cells = table_cells(bounds, SIDE)
+    cells = table_cells(bounds, WRITER)
     encode_rows(
-        p_row, stride_dim, p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, SIDE
+        p_row, stride_dim, p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, WRITER
     )  # fmt: skip
 
 
@@ -171,17 +222,17 @@ def prefetch_rows(p_row, m_row, SIDE: tl.constexpr):
 
 @triton.jit
 def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
-                BYTES: tl.constexpr, DTYPE: tl.constexpr, SIDE: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr,
-                RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
+                LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Keys or values x of every so many-th block into the pages; whether one was refused."""
-    b_matrix = whole_matrix(matrix, SIDE)
-    cells = table_cells(bounds, SIDE)
-    known_seq = tl.full([], -1, tl.int32)
-    known_fits = tl.full([], 0, tl.int32)
+    SIDE: tl.constexpr = WRITER.how
+    b_matrix = part_matrix(matrix, WRITER.factor, SIDE.dim) if WRITER.factor else whole_matrix(matrix, SIDE)
+    cells = table_cells(bounds, WRITER)
+    known = no_sequence()
     refused = tl.full([], False, tl.int1)
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        i_token, i_head, i_row, o_piece, m_row, known_seq, known_fits, no = place_rows(
-            pool, i_block, known_seq, known_fits, HEADS, LONG, RING, SEQS, ROWS
+        i_token, i_head, i_row, o_piece, m_row, known, no = place_rows(
+            pool, i_block, known, HEADS, LONG, RING, SEQS, ROWS
         )
         refused = refused | no
         p_offset = None
@@ -197,7 +248,7 @@ def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, cod
         p_data = p_piece + codes + i_row.to(tl.int64) * BYTES
         p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
         encode_rows(
-            p_row, stride[2], p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, SIDE
+            p_row, stride[2], p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, WRITER
         )  # fmt: skip
     return refused
 
@@ -310,9 +361,8 @@ def append_codes_kernel(
 ):
     """Encoded rows [tokens, heads, row_bytes] with scales [tokens, heads], contiguous, behind their sequences."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
-    nobody = tl.full([], -1, tl.int32)
-    i_token, i_head, i_row, o_piece, m_row, _, _, refused = place_rows(
-        pool, tl.program_id(0), nobody, nobody, HEADS, False, RING, SEQS, ROWS
+    i_token, i_head, i_row, o_piece, m_row, _, refused = place_rows(
+        pool, tl.program_id(0), no_sequence(), HEADS, False, RING, SEQS, ROWS
     )
     o_source = i_token.to(tl.int64) * HEADS + i_head
     p_piece, row = data + o_piece * page_bytes, i_row.to(tl.int64)

@@ -8,7 +8,7 @@ Every index read from device memory is forced into range: kernels stay inside th
 import triton
 import triton.language as tl
 
-FIT_ENTRIES = tl.constexpr(1024)  # table entries looked at in one go
+FIT_ENTRIES = tl.constexpr(256)  # table entries looked at in one go
 
 
 @triton.jit
@@ -84,37 +84,61 @@ def sequences_fit(pool, b_seq, m_seq, b_old, b_new, RING: tl.constexpr, SEQS: tl
 
 
 @triton.jit
-def place_rows(pool, i_block, known_seq, known_fits, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
+def no_sequence():
+    """What `place_rows` takes as known at first."""
+    zero = tl.full([], 0, tl.int32)
+    return zero, zero, zero, zero, zero, zero, zero
+
+
+@triton.jit
+def place_rows(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
                SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Rows (token, head) of a block of an append: their token, head, row inside the page, the page's piece for that
-    head, and which of them are written; the sequence and whether it has room, which is known of `known_seq`.
+    head, and which of them are written; what is known now, and whether the sequence was refused.
 
-    LONG: a block is tokens of one head, neighbours in a page; else all heads of a token are neighbours."""
+    known: first and last + 1 block of a sequence, its number, its first and last + 1 token, its old length, whether it
+    fits. Blocks of the same sequence read none of that again: memory is slow and these loads wait for each other.
+    LONG: a block is tokens of one head, neighbours in a page of at least 16; else all heads of a token are neighbours.
+    """
     table, lengths, _, starts, tokens, seqs, _, width, page_size, pinned = pool
+    PER_TOKEN: tl.constexpr = 1 if LONG else HEADS
     o_row = tl.arange(0, ROWS)
-    if LONG:
-        i_seq, i_first, i_from, i_to = find_block(starts, tokens, seqs, i_block // HEADS, 1, ROWS, SEQS)
-        i_head = i_block % HEADS + 0 * o_row
-        i_token = i_from + i_first + o_row
-    else:
-        i_seq, i_first, i_from, i_to = find_block(starts, tokens, seqs, i_block, HEADS, ROWS, SEQS)
-        i_head = (i_first + o_row) % HEADS
-        i_token = i_from + (i_first + o_row) // HEADS
-    old = tl.load(lengths + i_seq)
-    new = old + (i_to - i_from)
-    fits = known_fits
-    if i_seq != known_seq:
+    block = i_block // HEADS if LONG else i_block
+    i_lo, i_hi, i_seq, i_from, i_to, old, fits = known
+    if (block < i_lo) | (block >= i_hi):
+        i_seq, i_first, i_from, i_to = find_block(starts, tokens, seqs, block, PER_TOKEN, ROWS, SEQS)
+        i_lo = block - i_first // ROWS
+        i_hi = i_lo + ((i_to - i_from) * PER_TOKEN + (ROWS - 1)) // ROWS
+        old = tl.load(lengths + i_seq)
         o_one = tl.arange(0, 1)
-        b_fits = sequences_fit(pool, i_seq + o_one, o_one == 0, old + o_one, new + o_one, RING, 1, FIT_ENTRIES)
+        b_fits = sequences_fit(
+            pool, i_seq + o_one, o_one == 0, old + o_one, old + (i_to - i_from) + o_one, RING, 1, FIT_ENTRIES
+        )
         fits = tl.sum(b_fits.to(tl.int32), 0)
+    o_row += (block - i_lo) * ROWS
+    if LONG:
+        i_head = i_block % HEADS + 0 * o_row
+        i_token = i_from + o_row
+    else:
+        i_head = o_row % HEADS
+        i_token = i_from + o_row // HEADS
     position = old + (i_token - i_from)
     m_row = (i_token < i_to) & (fits > 0)
     if RING:  # of tokens that share a slot only the last one stays
+        new = old + (i_to - i_from)
         m_row = m_row & ((position < pinned * page_size) | (position >= new - (width - pinned) * page_size))
-    entry = table_entry(tl.maximum(position, 0) // page_size, width, pinned, RING)
+    i_page, i_row = position // page_size, position % page_size
+    if LONG and ROWS == 16:  # no page is smaller then: one division for all rows
+        first = old + (block - i_lo) * ROWS
+        i_row = first % page_size + tl.arange(0, ROWS)
+        over = (i_row >= page_size).to(tl.int32)
+        i_page = first // page_size + over
+        i_row -= over * page_size
+    entry = table_entry(tl.maximum(i_page, 0), width, pinned, RING)
     i_page = tl.load(table + i_seq.to(tl.int64) * width + entry, mask=m_row, other=0)
     refused = (fits == 0) & (i_to > i_from)
-    return i_token, i_head, position % page_size, i_page.to(tl.int64) * HEADS + i_head, m_row, i_seq, fits, refused
+    known = (i_lo, i_hi, i_seq, i_from, i_to, old, fits)
+    return i_token, i_head, i_row, i_page.to(tl.int64) * HEADS + i_head, m_row, known, refused
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from .encode_kernels import append_codes_kernel, append_kernel, encode_kernel
 
 FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
 MANY_VECTORS = 16384
-PROGRAMS = 4  # that share a multiprocessor when there are many vectors
 
 
 def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
@@ -31,13 +30,16 @@ def seqs_constant(starts: Tensor, seqs: int, tokens: int) -> int:
     return 0 if one_each else triton.next_power_of_2(seqs)
 
 
-def constants(codec: Codec, how: tables.Encoder, device: torch.device) -> tuple[Tensor | None, ...]:
-    """Rotation matrix, levels and boundaries for an Encoder."""
+def constants(codec: Codec, writer: tables.Writer, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Rotation matrix, levels and boundaries for a Writer."""
     if not codec.coded:
         return None, None, None
-    dtype = next(dtype for dtype, name in tables.DTYPES.items() if name == how.operand)
-    matrix = tables.matrix(codec.dim, codec.seed, dtype, device)
-    return matrix, codec.level_tensor(torch.float32, device), tables.bounds(codec, how, device)
+    dtype = next(dtype for dtype, name in tables.DTYPES.items() if name == writer.how.operand)
+    if writer.factor:
+        matrix = tables.part_matrix(codec, dtype, device)
+    else:
+        matrix = tables.matrix(codec.dim, codec.seed, dtype, device)
+    return matrix, codec.level_tensor(torch.float32, device), tables.bounds(codec, writer, device)
 
 
 def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
@@ -46,7 +48,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
     flat = x.reshape(-1, *x.shape[-2:])
     n, heads = flat.shape[0] * flat.shape[1], flat.shape[1]
     if n:
-        how = tables.encoder(codec, x.dtype, offset is not None)
+        how = tables.writer(codec, x.dtype, offset is not None)
         rows = _rows(n, how)
         encode_kernel[(triton.cdiv(n, rows),)](
             flat,
@@ -69,11 +71,16 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
     if tokens == 0:
         return
-    k_how = tables.encoder(key, k.dtype, pages.key_offset is not None)
-    v_how = tables.encoder(value, v.dtype, pages.value_offset is not None)
+    sides = (key, k.dtype, pages.key_offset is not None), (value, v.dtype, pages.value_offset is not None)
     n = tokens * pages.kv_heads
+    k_how, v_how = (tables.writer(*side) for side in sides)
     rows = _rows(n, k_how, v_how)
-    long = n > MANY_VECTORS and tokens >= rows * pages.seqs
+    long = n > MANY_VECTORS and tokens >= rows * pages.seqs and pages.page_size >= FEW_ROWS
+    alone = long and rows == MANY_ROWS and all(tables.factored(*side) for side in sides)
+    warps, programs = 4, 4  # of a program; programs of a multiprocessor
+    if alone:
+        k_how, v_how = (tables.writer(*side, alone=True) for side in sides)
+        rows, warps, programs = FEW_ROWS, 1, 32
     count = (
         blocks(tokens, pages.seqs, 1, rows) * pages.kv_heads
         if long
@@ -81,8 +88,8 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
     )
     k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
     v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
-    programs = count if n <= MANY_VECTORS else min(count, PROGRAMS * tables.multiprocessors(k.device) // 2)
-    append_kernel[(programs, 2)](
+    most = programs * tables.multiprocessors(k.device) // 2
+    append_kernel[(count if n <= MANY_VECTORS else min(count, most), 2)](
         k,
         *k.stride(),
         v,
@@ -108,7 +115,8 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         pages.ring,
         *_sequences(pages, starts, tokens),
         rows,
-        **_resources(rows, k_how, v_how),
+        num_warps=warps,
+        **_resources(alone or rows == MANY_ROWS, k_how, v_how),
     )
 
 
@@ -160,14 +168,15 @@ def _sequences(pages: Pages, starts: Tensor, tokens: int) -> tuple[int, int, int
     return seqs_constant(starts, pages.seqs, tokens), at_once, 1024 // at_once
 
 
-def _resources(rows: int, *sides: tables.Encoder) -> dict[str, int]:
+def _resources(many: bool, *sides: tables.Writer) -> dict[str, int]:
     """Many warps without stages of shared memory where codes take few registers; searching boundaries takes many."""
-    if all(side.bits == 16 or side.cells for side in sides):
-        return {"num_stages": 1, "maxnreg": 128} if rows == MANY_ROWS else {"num_stages": 1}
-    return {"num_stages": 3 if all(side.chunk == side.dim for side in sides) else 1}  # what shared memory holds
+    if all(side.how.bits == 16 or side.groups for side in sides):
+        narrow = all(side.how.columns <= 128 for side in sides)
+        return {"num_stages": 1, "maxnreg": 128} if many and narrow else {"num_stages": 1}
+    return {"num_stages": 3 if all(side.how.chunk == side.how.dim for side in sides) else 1}  # what shared memory holds
 
 
-def _rows(n: int, *sides: tables.Encoder) -> int:
+def _rows(n: int, *sides: tables.Writer) -> int:
     """Few vectors spread over many programs; many share the rotation matrix, as far as registers allow."""
-    light = all(side.columns <= 256 and (side.bits == 16 or side.operand != tl.float32) for side in sides)
+    light = all(side.how.columns <= 256 and (side.how.bits == 16 or side.how.operand != tl.float32) for side in sides)
     return MANY_ROWS if n > MANY_VECTORS and light else FEW_ROWS

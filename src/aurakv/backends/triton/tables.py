@@ -71,11 +71,18 @@ class Encoder(NamedTuple):
     groups: int
     chunk: int  # coordinates rotated at a time
     coef: tuple[float, ...]
-    cells: str  # PTX that quantises by cells, "" to look boundaries and levels up
     lsq: bool
     post: float  # factor after the rotation, see `matrix`
     largest: float  # scale that is stored
     operand: Any  # dtype of the rotation's product
+
+
+class Writer(NamedTuple):
+    """Constexpr of append and encode: an Encoder, and how it quantises."""
+
+    how: Encoder
+    factor: int = 0  # neighbouring coordinates that a product rotates, the rest by sums; 0: all by a product
+    groups: str = ""  # PTX that quantises groups by cells, "" to look boundaries and levels up
 
 
 @functools.cache
@@ -140,7 +147,7 @@ def float16_unit(levels: Levels) -> float:
 def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
     width = columns(codec)
     if not codec.coded:
-        return Encoder(codec.dim, 16, width, 0, 16, (), "", False, 1.0, 0.0, tl.float32)
+        return Encoder(codec.dim, 16, width, 0, 16, (), False, 1.0, 0.0, tl.float32)
     operand = tl.float32 if has_offset else operand_of(source)
     chunk = min(codec.dim & -codec.dim, max(16, (8192 if operand == tl.float32 else 16384) // width))
     return Encoder(
@@ -150,7 +157,6 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
         width // 8,
         chunk,
         cubic(codec.levels),
-        "" if INTERPRETED.value else _cells_asm(codec.levels),
         codec.scale == "lsq",
         unit(codec),
         torch.finfo(codec.dtype).max,
@@ -158,9 +164,9 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
     )
 
 
-def bounds(codec: Codec, how: Encoder, device: torch.device) -> Tensor:
+def bounds(codec: Codec, writer: Writer, device: torch.device) -> Tensor:
     """What p_bounds points to."""
-    return _cell_tensor(codec.levels, device) if how.cells else codec.boundary_tensor(torch.float32, device)
+    return _cell_tensor(codec.levels, device) if writer.groups else codec.boundary_tensor(torch.float32, device)
 
 
 class Cells(NamedTuple):
@@ -204,26 +210,80 @@ def _cell_tensor(levels: Levels, device: torch.device) -> Tensor:
         return torch.from_numpy(np.stack([marked, known.view(np.int32)])).to(device)
 
 
+FACTOR = 32  # of rotations in parts
+
+
 @functools.cache
-def _cells_asm(levels: Levels) -> str:
-    """PTX: $0 the code and $1 the level of $2. Lane i holds the marked boundary of cell i in $3 and the level of code i
-    in $4. The low bits of 2^23 + n are n, and a shuffle reads no others. Marks move boundaries by up to 2e-6 of
-    them (and infinity to NaN, which nothing exceeds either)."""
-    grid = cells(levels)
+def writer(codec: Codec, source: torch.dtype, has_offset: bool, alone: bool = False) -> Writer:
+    """alone: for warps with vectors of their own, if `factored` says that they can have them."""
+    how = encoder(codec, source, has_offset)
+    groups = _groups_asm(codec.levels, codec.scale == "lsq") if codec.coded and not INTERPRETED.value else ""
+    return Writer(how, FACTOR if alone else 0, groups)
+
+
+def factored(codec: Codec, source: torch.dtype, has_offset: bool) -> bool:
+    """Whether one warp can rotate vectors without the help of others, and quantises them by cells."""
+    chosen = writer(codec, source, has_offset)
+    return bool(chosen.groups) and codec.dim in (64, 128) and chosen.how.operand != tl.float32
+
+
+@functools.cache
+def _groups_asm(levels: Levels, lsq: bool) -> str:
+    """PTX for a group of 8 coordinates y $3 … $10: $0 their codes, packed; $1 the sum of the squares of the levels; $2
+    that of their products with y (lsq). $11 is the inverse of the size $12 that y is divided by; lane i holds the
+    marked boundary of cell i in $13 and the level of code i mod n in $14.
+
+    The low bits of 2^23 + n are n, and a shuffle reads no others. The sign of a difference is the comparison. Codes are
+    pushed into the word from above, so that the bits above them are lost. Marks move boundaries by up to 2e-6 of them
+    (and infinity to NaN, which nothing exceeds either)."""
+    grid, bits = cells(levels), len(levels).bit_length() - 1
     if grid is None:
         return ""
     slope, start, last, magic = (_hex(x) for x in (grid.slope, grid.start, CELLS - 2.0, 2.0**23))
-    return f"""{{ .reg .f32 s; .reg .b32 b, n; .reg .pred p;
-fma.rn.sat.f32 s, $2, {slope}, {start};
-fma.rn.f32 s, s, {last}, {magic};
-mov.b32 n, s;
-shfl.sync.idx.b32 b, $3, n, 31, 0xffffffff;
-and.b32 n, b, 15;
-mov.b32 s, b;
-setp.gt.f32 p, $2, s;
-@p add.s32 n, n, 1;
-shfl.sync.idx.b32 $1, $4, n, 31, 0xffffffff;
-mov.b32 $0, n; }}"""
+    squares = [] if lsq or bits != 4 else _squares_asm(levels)
+    lines = [".reg .f32 a, d, e, l, p, s; .reg .b32 n, t, w;", f"mul.rn.f32 a, $11, {slope};"]
+    lines += ["mov.b32 w, 0; mov.f32 e, 0f00000000; mov.f32 p, 0f00000000;"]
+    for y in (f"${i}" for i in range(3, 11)):
+        lines += [f"fma.rn.sat.f32 s, {y}, a, {start};", f"fma.rn.f32 s, s, {last}, {magic};", "mov.b32 n, s;"]
+        lines += ["shfl.sync.idx.b32 n, $13, n, 31, 0xffffffff;", "mov.b32 s, n;"]
+        lines += [f"neg.f32 d, {y};", "fma.rn.f32 s, s, $12, d;", "mov.b32 t, s;", "shr.u32 t, t, 31;"]
+        lines += ["add.u32 n, n, t;", f"shf.r.wrap.b32 w, w, n, {bits};"]
+        if not squares:
+            lines += ["shfl.sync.idx.b32 l, $14, n, 31, 0xffffffff;", "fma.rn.f32 e, l, l, e;"]
+        if lsq:
+            lines.append(f"fma.rn.f32 p, {y}, l, p;")
+    lines.append(f"shr.u32 w, w, {32 - 8 * bits};")
+    return "\n".join(["{", *lines, *squares, "mov.b32 $0, w; mov.f32 $1, e; mov.f32 $2, p;", "}"])
+
+
+def _squares_asm(levels: Levels) -> list[str]:
+    """PTX: e the sum of the squares of the levels of the 8 codes of w, without a shuffle. [] where levels are no
+    integers times a step, or not the same on both sides."""
+    found = integers(levels) if _symmetric(levels) else None
+    if found is None:
+        return []
+    table, step = found[0][8:], found[1]
+    low, high = (sum(n << 8 * i for i, n in enumerate(table[at : at + 4])) for at in (0, 4))
+    return [
+        "not.b32 n, w;", "and.b32 n, n, 0x88888888;", "shr.u32 t, n, 3;", "sub.u32 n, n, t;",  # 7 for codes under 8
+        "lop3.b32 n, w, n, 0x77777777, 0x28;",  # (w ^ n) & 7…: the place in the upper half of the table
+        f"prmt.b32 t, {low}, {high}, n;", "dp4a.u32.u32 t, t, t, 0;",
+        "shr.u32 n, n, 16;", f"prmt.b32 n, {low}, {high}, n;", "dp4a.u32.u32 t, n, n, t;",
+        "cvt.rn.f32.u32 e, t;", f"mul.rn.f32 e, e, {_hex(step * step)};",
+    ]  # fmt: skip
+
+
+@functools.cache
+def part_matrix(codec: Codec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What encode_kernels.part_matrix loads: Hadamard's matrix of FACTOR coordinates, scaled like `matrix`, its columns
+    in the order of rotate_in_parts; then the signs of all coordinates, as those of zeros."""
+    o = torch.arange(FACTOR)
+    pairs, groups = o // (FACTOR // 4), o // 2 % (FACTOR // 8)
+    column = groups * 8 + pairs * 2 + o % 2
+    part = hadamard(FACTOR)[:, column] * 2.0 ** -_halvings(codec.dim)
+    sign = torch.where(torch.tensor(signs(codec.dim, codec.seed)) < 0, -0.0, 0.0).to(torch.float64)
+    with torch.inference_mode(False):
+        return torch.cat([part.to(torch.float64).flatten(), sign]).to(device=device, dtype=dtype)
 
 
 def _hex(x: float) -> str:
