@@ -176,8 +176,10 @@ def _residents(format: Format, rows: int) -> int:
 
 
 def _light(format: Format) -> bool:
+    """Whether memory bounds it rather than arithmetic."""
     levels = fast_levels.levels(format)
-    return levels is not None and levels.value.kind == fast_levels.MINIFLOAT and format.key.dim == 128
+    minifloat = levels is not None and levels.value.kind == fast_levels.MINIFLOAT
+    return minifloat and format.key.dim == 128 and format.key.bits < 8
 
 
 def _registers(format: Format, rows: int) -> int:

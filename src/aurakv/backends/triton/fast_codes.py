@@ -135,20 +135,15 @@ _KEY_CUBIC = gl.constexpr(_key_cubic())
 
 
 def _key3() -> str:
-    """$0-$7: levels of codes 0-3, 4-7, … of a lane's 32. $8-$19: a row's 12 words. $20: the lane's quarter; $28 $36:
-    levels."""
-    lines = ["{", ".reg .b32 r0, r1, r2, x, h, t;", ".reg .pred p, q;"]
-    lines += ["and.b32 t, $20, 1;", "setp.ne.u32 p, t, 0;", "setp.gt.u32 q, $20, 1;"]
-    for j in range(3):  # words 3c … 3c + 2
-        w = [f"${8 + 3 * c + j}" for c in range(4)]
-        lines += [f"selp.b32 x, {w[1]}, {w[0]}, p;", f"selp.b32 h, {w[3]}, {w[2]}, p;", f"selp.b32 r{j}, h, x, q;"]
-    groups = ("mov.b32 x, r0;", "shf.r.wrap.b32 x, r0, r1, 24;", "shf.r.wrap.b32 x, r1, r2, 16;", "shr.u32 x, r2, 8;")
-    for s, group in enumerate(groups):  # 8 codes: 24 bits to 8 nibbles
+    """$0-$7: levels of codes 0-3, 4-7, … of a lane's 32. $8 $12 $16: its three words; $20 $28: levels."""
+    lines = ["{", ".reg .b32 x, h, t;"]
+    groups = ("mov.b32 x, $8;", "shf.r.wrap.b32 x, $8, $12, 24;", "shf.r.wrap.b32 x, $12, $16, 16;")
+    for s, group in enumerate((*groups, "shr.u32 x, $16, 8;")):  # 8 codes: 24 bits to 8 nibbles
         lines += [group] + (["and.b32 x, x, 0x00ffffff;"] if s < 3 else [])
         lines += ["and.b32 h, x, 0x00fff000;", "mad.lo.u32 x, h, 15, x;"]
         lines += ["and.b32 h, x, 0x0fc00fc0;", "mad.lo.u32 x, h, 3, x;"]
         lines += ["and.b32 h, x, 0x38383838;", "add.u32 x, x, h;", "shr.u32 t, x, 16;"]
-        lines += [f"prmt.b32 ${2 * s}, $28, $36, x;", f"prmt.b32 ${2 * s + 1}, $28, $36, t;"]
+        lines += [f"prmt.b32 ${2 * s}, $20, $28, x;", f"prmt.b32 ${2 * s + 1}, $20, $28, t;"]
     return "\n".join([*lines, "}"])
 
 
@@ -222,16 +217,16 @@ _VALUE_MINIFLOAT3 = gl.constexpr(_value_minifloat3())
 _COMPLEMENT3 = gl.constexpr(_complement3())
 
 
-_KEY3_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 36))
+_KEY3_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 28))
 _VALUE3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 7))
 _MINIFLOAT3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 3))
 
 
 @gluon.jit
-def key_levels3(a, b, c, quarter, low, high):
-    """Three pieces of 16 bytes of a row -> 4 int8 tensors: levels of 8 codes each of the lane's quarter of the row."""
+def key_levels3(a, b, c, low, high):
+    """A lane's three words of a row, each four times -> 4 int8 tensors: levels of 8 codes each."""
     return gl.inline_asm_elementwise(
-        _KEY3, _KEY3_OPERANDS, [a, b, c, quarter, low, high],
+        _KEY3, _KEY3_OPERANDS, [a, b, c, low, high],
         dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8)  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .fast_codes import key_levels2, key_levels3, key_levels4, key_levels8
-from .fast_layouts import key_half_layout, key_layout, key_quarter_layout, key_unit_layout
+from .fast_layouts import key_half_layout, key_layout, key_quarter_layout, key_unit_layout, key_word_layout
 
 
 @gluon.constexpr_function
@@ -127,19 +127,20 @@ def scores2(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, m
 
 
 @gluon.jit
+def four_times(words, TILE: gl.constexpr):
+    """Words [TILE, 4 lanes · 2 units] beside themselves, so that a lane has as many units of them as it gets levels."""
+    twice = gl.join(words, words)
+    words = gl.permute(gl.join(twice, twice).reshape([TILE, 4, 2, 2, 2]), (0, 1, 3, 4, 2)).reshape([TILE, 4, 8])
+    return gl.convert_layout(words, key_quarter_layout(TILE, 8), assert_trivial=True)
+
+
+@gluon.jit
 def scores3(codes, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
-    ROW: gl.constexpr = gl.SliceLayout(1, key_quarter_layout(TILE, 32))
-    PIECE: gl.constexpr = gl.SliceLayout(1, key_quarter_layout(TILE, 8))
-    pieces = gl.permute(codes.load(ROW).reshape([TILE, 2, 2, 8]), (0, 3, 1, 2))
-    even, odd = gl.split(pieces)
+    words = gl.permute(codes.load(key_word_layout(TILE)).reshape([TILE, 2, 2, 8]), (0, 3, 1, 2))
+    even, odd = gl.split(words)
     a, c = gl.split(even)
     b, _ = gl.split(odd)
-    a = gl.expand_dims(gl.convert_layout(a, PIECE, assert_trivial=True), 1)
-    b = gl.expand_dims(gl.convert_layout(b, PIECE, assert_trivial=True), 1)
-    c = gl.expand_dims(gl.convert_layout(c, PIECE, assert_trivial=True), 1)
-    QUARTER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, key_quarter_layout(TILE, 8)))
-    quarter = gl.arange(0, 4, layout=QUARTER)[None, :, None]
-    planes = key_levels3(a, b, c, quarter, constants[0], constants[1])
+    planes = key_levels3(four_times(a, TILE), four_times(b, TILE), four_times(c, TILE), constants[0], constants[1])
     for i in gl.static_range(4):
         keys = gl.permute(planes[i].reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
         s = multiply(keys, queries[i], s, HEADS, mma)

@@ -67,7 +67,7 @@ def copy_units(bits, dim):
 @gluon.constexpr_function
 def shared_unit_layout(tile, units, bits):
     """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled among 8.
-    Of 3 bits as `piece_layout` has it."""
+    Of 3 bits as `word_layout` and `piece_layout` have it."""
     count = (tile * units - 1).bit_length()
     inner = (units - 1).bit_length()
     flat = [[0, 1 << i] if i < inner else [1 << i - inner, 0] for i in range(count)]
@@ -87,8 +87,25 @@ def weight_layout(tile):
 
 
 @gluon.constexpr_function
+def word_layout(tile):
+    """Rows of 3-bit keys [tile, plane, lane, 2 units]: word 3·lane + plane of a row, planes swizzled by the row:
+    `ldmatrix` gives each lane its three words."""
+    bases = [[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0]]
+    rows = [[1 << i, 0, 0, 0] for i in range((tile - 1).bit_length())]
+    rows[1:3] = [[2, 1, 0, 0], [4, 2, 0, 0]]
+    return gl.SharedLinearLayout(bases + rows, [], 1024)
+
+
+@gluon.constexpr_function
+def key_word_layout(tile):
+    """Rows of 3-bit keys [tile, 32 units] in that order: lane 4g + c holds words 3c … 3c + 2 of rows 8j + g."""
+    regs = [[0, 1], [0, 8], [0, 16], *_rows(tile)]
+    return gl.DistributedLinearLayout(regs, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [tile, 32])
+
+
+@gluon.constexpr_function
 def piece_layout(tile):
-    """Rows of 3-bit codes [tile, 4 pieces of 16 bytes, 8 units], a piece swizzled among those of its row."""
+    """Rows of 3-bit values [tile, 4 pieces of 16 bytes, 8 units], a piece swizzled among those of its row."""
     bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0]]
     rows = [[1 << i, 0, 0] for i in range((tile - 1).bit_length())]
     rows[1:3] = [[2, 1, 0], [4, 2, 0]]

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .fast_layouts import copy_units, piece_layout
+from .fast_layouts import copy_units, piece_layout, word_layout
 
 
 class Scan(NamedTuple):
@@ -137,9 +137,31 @@ def copy_codes(source, piece, row, bar, buffer, BITS: gl.constexpr, DIM: gl.cons
 
 
 @gluon.jit
-def copy_rows(rows, at, piece, row, buffer, WHOLE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
-    """The same for 3 bits, whose rows of 48 bytes are padded to 64 on the way: TMA would read every row by itself, and
-    what lies between two rows twice. The barrier counts each lane."""
+def copy_words(rows, at, piece, row, buffer, WHOLE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
+    """The same for keys of 3 bits, whose rows of 48 bytes are padded to 64 on the way: TMA would read every row by
+    itself, and what lies between two rows twice. The barrier counts each lane. Words go where `word_layout` wants them,
+    one plane of eight rows at a time."""
+    codes, size, page_size = rows
+    layout: gl.constexpr = gl.BlockedLayout([1, 4, 1, 2], [8, 1, 4, 1], [1, 1, 1, 1], [3, 2, 1, 0])
+    UNITS: gl.constexpr = DIM * 3 // 16  # of a row
+    r = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    plane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    u = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    r, plane = r[:, None, None, None], plane[None, :, None, None]
+    lane, u = lane[None, None, :, None], u[None, None, None, :]
+    start = codes + (piece.to(gl.int64) * size + at) * 8 + row * UNITS
+    source = start + (r * UNITS + lane * 6 + plane * 2 + u)
+    there = (plane < 3) & (r >= 0) & (lane >= 0) & (u >= 0)
+    if not WHOLE:
+        there = there & (r < page_size - row)
+    target = buffer._reinterpret(gl.int16, [TILE, 4, 4, 2], word_layout(TILE))
+    async_copy.async_copy_global_to_shared(target, source, there)
+
+
+@gluon.jit
+def copy_pieces(rows, at, piece, row, buffer, WHOLE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
+    """The same for values of 3 bits, in pieces of 8 bytes as they lie: their units are exchanged in registers."""
     codes, size, page_size = rows
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 4, 2], [1, 1, 1], [2, 1, 0])
     r = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
@@ -176,9 +198,9 @@ def fetch(
     if KEY_BITS != 3:
         copy_codes(sources[0], piece, row, bar, buffers[0].index(slot), KEY_BITS, DIM)
     else:
-        copy_rows(rows[0], rows[1], piece, row, buffers[0].index(slot), WHOLE, TILE, DIM)
+        copy_words(rows[0], rows[1], piece, row, buffers[0].index(slot), WHOLE, TILE, DIM)
     if VALUE_BITS == 3:
-        copy_rows(rows[0], rows[2], piece, row, buffers[1].index(slot), WHOLE, TILE, DIM)
+        copy_pieces(rows[0], rows[2], piece, row, buffers[1].index(slot), WHOLE, TILE, DIM)
     elif KEY_BITS != VALUE_BITS:  # else keys and values came together
         copy_codes(sources[1], piece, row, bar, buffers[1].index(slot), VALUE_BITS, DIM)
     if KEY_BITS == 3 or VALUE_BITS == 3:
