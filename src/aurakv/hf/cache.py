@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .. import backends, checks
+from ..arguments import whole
 from ..codec import Format
 from ..errors import InputError
 from ..policy import LayerPolicy, Policy, shipped
@@ -54,10 +55,9 @@ class AuraCache(Cache):  # type: ignore[misc]
     ) -> None:
         auto = isinstance(format, str) and format == AUTO
         policy = _policy(AUTO_FORMAT if auto else format)
-        first = (FIRST if policy is None else policy.first) if first is None else first
-        recent = (0 if policy is None else policy.recent) if recent is None else recent
-        for name, number in (("first", first), ("recent", recent), ("rollback", rollback)):
-            checks.whole(name, number, 0)
+        first = (FIRST if policy is None else policy.first) if first is None else whole("first", first, 0)
+        recent = (0 if policy is None else policy.recent) if recent is None else whole("recent", recent, 0)
+        rollback = whole("rollback", rollback, 0)
         checks.options(precision, None)
         if backend is not None:
             backends.why_not(backend)  # refuses a name that does not exist; layers find out whether it can run
