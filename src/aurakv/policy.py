@@ -24,6 +24,7 @@ from .errors import FileError, InputError
 from .rotation import MAX_DIM
 
 KIND, VERSION = "aurakv-policy", 1
+FIRST, ROLLBACK = 4, 32  # of a model without a policy: exact first tokens; tokens that can be cropped beyond a window
 _FOLDER = Path(__file__).parent / "policies"
 MAX_BYTES = 64 * 2**20  # of a file
 _LIMITS = {"layers": (1, 10_000), "kv_heads": (1, 2**16), "head_dim": (1, MAX_DIM)}  # of a model
@@ -96,6 +97,13 @@ class Policy:
             )
 
     # files
+
+    @classmethod
+    def find(cls, name: str | Path) -> Policy | None:
+        """The policy that a user means where formats are allowed, too; None: it is the name of no policy."""
+        if isinstance(name, Path) or name.endswith(".json") or name in shipped():
+            return cls.load(name)
+        return None
 
     @classmethod
     def load(cls, source: str | Path) -> Policy:

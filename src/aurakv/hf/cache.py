@@ -14,7 +14,7 @@ from .. import backends, checks
 from ..arguments import whole
 from ..codec import Format
 from ..errors import InputError
-from ..policy import LayerPolicy, Policy, shipped
+from ..policy import FIRST, ROLLBACK, LayerPolicy, Policy
 from .attention import NAME, register
 from .layer import AuraLayer
 from .shared import Options, Shared
@@ -22,7 +22,6 @@ from .support import head_dim, slots, turns
 
 Formats = str | Path | Policy | Callable[[int, int], str]
 AUTO, AUTO_FORMAT = "auto", "k4v4"
-FIRST = 4  # exact tokens unless a policy or a user says otherwise
 
 
 class AuraCache(Cache):  # type: ignore[misc]
@@ -49,7 +48,7 @@ class AuraCache(Cache):  # type: ignore[misc]
         first: int | None = None,
         recent: int | None = None,
         centre: bool = True,
-        rollback: int = 32,
+        rollback: int = ROLLBACK,
         backend: str | None = None,
         precision: str = "fast",
     ) -> None:
@@ -133,9 +132,7 @@ def attach(model: PreTrainedModel, format: Formats = AUTO, **options: Any) -> Au
 def _policy(format: Formats) -> Policy | None:
     if isinstance(format, Policy):
         return format
-    if isinstance(format, Path) or (isinstance(format, str) and (format.endswith(".json") or format in shipped())):
-        return Policy.load(format)
-    return None
+    return Policy.find(format) if isinstance(format, str | Path) else None
 
 
 def _policies(format: Formats, layers: Mapping[int, str], config: PreTrainedConfig) -> list[LayerPolicy]:
