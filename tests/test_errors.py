@@ -282,6 +282,7 @@ OPERATIONS = [
     ),
     case("values grad", lambda w: kv.values(with_grad(ramp(1, 4, 3)), VALUES, FORMAT.value), "weights requires grad"),
     case("values threshold text", lambda w: kv.values(ramp(1, 4, 3), VALUES, FORMAT.value, threshold="0"), "finite"),
+    case("decode tuple", lambda w: kv.decode(tuple(KEYS), FORMAT.key), "codes must be a Codes", "a tuple of tensors"),
     case("encode codec", lambda w: kv.encode(ramp(3, 2, 16), FORMAT), "codec must be a Codec", "Format("),
     case("offset list", lambda w: kv.encode(ramp(3, 2, 16), FORMAT.key, [0.0]), "offset must be a Tensor", "[0.0]"),
     case("scores no KV heads", lambda w: kv.scores(queries(1), NO_HEADS, FORMAT.key), "keys", "at least one KV head"),
@@ -511,6 +512,8 @@ CACHES = [
             ("reserve float", lambda c: c.reserve([1.5, 0]), ("tokens", "1.5")),
             ("positions", lambda c: c.positions(2), ("sequences 0 … 1", "got 2")),
             ("codes", lambda c: c.codes(-1), ("sequences 0 … 1", "got -1")),
+            ("decode query", lambda c: c.decode(0, query="x"), ("query", "whole number", "'x'")),
+            ("decode query huge", lambda c: c.decode(0, query=10**20), ("query", "2147483647", str(10**20))),
             ("decode", lambda c: c.decode(3), ("sequences 0 … 1", "got 3")),
         )
     ),

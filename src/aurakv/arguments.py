@@ -61,4 +61,6 @@ def shown(given: object) -> str:
     if isinstance(given, Tensor):
         return f"a tensor {list(given.shape)} of {given.dtype}"
     text = " ".join(repr(given).split())
+    if "tensor(" in text:
+        return f"a {type(given).__name__} of tensors"
     return text if len(text) <= 80 else text[:80] + "…"

@@ -32,7 +32,7 @@ from .steps import (
     own_scoring,
     step_kind,
 )
-from .table import Kept, Table, round_up
+from .table import MAX_LENGTH, Kept, Table, round_up
 
 
 class KVCache:
@@ -175,6 +175,7 @@ class KVCache:
         (keys, values), pool, backend = self.codes(seq), self.pool, self.backend
         k = ops.decode(keys, self.format.key, pool.key_offset, dtype=dtype, backend=backend)
         v = ops.decode(values, self.format.value, pool.value_offset, dtype=dtype, backend=backend)
+        query = None if query is None else whole("query", query, 0, MAX_LENGTH)
         if query is not None and self._exact_table is not None:
             exact, positions = self._exact_table, self._table.positions(seq)
             held = exact.positions(seq)

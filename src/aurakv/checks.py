@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .arguments import index, shown, whole
+from .arguments import index, instance, shown, whole
 from .codec import Codec, Codes
 from .errors import InputError
 from .pages import Pages
@@ -68,6 +68,7 @@ def reach(pages: Pages, scoring: Scoring) -> None:
 
 def rows(name: str, codes: Codes, codec: Codec, ndim: int | None = None) -> None:
     """Codes [..., kv_heads, row_bytes] with their scales."""
+    instance(name, codes, Codes)
     data, scale = codes
     if data.dtype != torch.uint8 or data.ndim < 2 or data.shape[-1] != codec.row_bytes or ndim not in (None, data.ndim):
         shape = "..., kv_heads" if ndim is None else "n, kv_heads"
