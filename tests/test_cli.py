@@ -297,6 +297,9 @@ def test_generate_refuses(refused, small, tmp_path, monkeypatch):
     assert "takes no options" in refused(*options, "--format", "none", "--recent", 3)
     assert "at least 0" in refused(*options, "--temperature", "warm")
     assert "at most 1" in refused(*options, "--top-p", 2)
+    assert "--system belongs to the chat template" in refused(*options, "--raw", "--system", "be brief")
+    for option in (("--top-p", 0.5), ("--top-k", 5), ("--seed", 0)):
+        assert "--temperature 0 does not sample" in refused(*options, "--temperature", 0, *option)
     assert "2,048 tokens of this model" in refused(*options, "--max-tokens", "2K")
     assert "No such file" in refused(*options, "--file", tmp_path / "none.txt")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")

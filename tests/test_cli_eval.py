@@ -1,5 +1,9 @@
 """aurakv eval on a small random model: its rows are those of the library, and are measured once."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("rich", reason="rich is not installed")
@@ -13,6 +17,7 @@ from aurakv.cli import eval_plot  # noqa: E402
 from aurakv.evaluation import builtin, compare, ids_of, rivals  # noqa: E402
 from aurakv.evaluation.results import Results  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
+from aurakv.policy import LayerPolicy, Policy  # noqa: E402
 
 ARGS = ("--tokens", "200", "--threads", "1", "--device", "cpu")
 
@@ -99,5 +104,100 @@ def test_refusals(refused, small, tmp_path):  # noqa: F811
     assert "cannot be read" in refused("eval", *model, "--text", tmp_path / "none.txt")
     assert "must stay within" in refused("eval", *model, "--tokens", "32K")
     assert "must end with .png" in refused("eval", *model, "--plot", tmp_path / "x.bmp")
+    assert "--lengths belongs to --needle" in refused("eval", *model, "--lengths", "1K")
+    said = refused("eval", *model, "--resume", tmp_path / "none" / "x.json")
+    assert "none must be a folder that exists, to save x.json in it" in said
     (tmp_path / "rows.json").write_text("{}")
     assert "must be a file of" in refused("eval", *model, "--resume", tmp_path / "rows.json")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What is measured and not found in a file."""
+    from aurakv import evaluation
+
+    names: list[str] = []
+    monkeypatch.setattr(evaluation, "compare", lambda *a, **k: names.extend(a[2]) or compare(*a, **k))
+    return names
+
+
+def rows_by_name(got):
+    return {row["name"]: row for row in got["rows"]}
+
+
+def test_a_changed_policy_is_measured_again(answer, small, tmp_path, measured):  # noqa: F811
+    path, rows = tmp_path / "pol.json", tmp_path / "rows.json"
+    args = ("eval", "--model", small, *ARGS, "--resume", rows, "--formats", f"{path},k4v4")
+    first, second = (Policy(2, 16, (LayerPolicy(name),) * 2) for name in ("k2v2", "k8v8"))
+    first.save(path)
+    before = rows_by_name(answer(*args))
+    second.save(path)
+    after = rows_by_name(answer(*args))
+    assert measured == [str(path), "k4v4", str(path)]
+    assert after[str(path)]["bytes_per_token"] > before[str(path)]["bytes_per_token"]
+    assert after["k4v4"] == before["k4v4"]
+    assert after["uncompressed"] == before["uncompressed"]
+    first.save(path)
+    assert rows_by_name(answer(*args)) == before
+    assert len(measured) == 3
+
+
+def test_another_model_of_the_same_name_is_measured(answer, small, tmp_path, measured):  # noqa: F811
+    other = tmp_path / "other" / small.name
+    shutil.copytree(small, other)
+    model = transformers.AutoModelForCausalLM.from_pretrained(small)
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1
+    model.save_pretrained(other)
+    copied = tmp_path / "copied" / small.name
+    shutil.copytree(small, copied)
+    args = (*ARGS, "--resume", tmp_path / "rows.json", "--formats", "k4v4")
+    first, changed, same = (rows_by_name(answer("eval", "--model", path, *args)) for path in (small, other, copied))
+    assert measured == ["k4v4", "k4v4"]
+    assert first == same
+    assert first["uncompressed"]["perplexity"] != changed["uncompressed"]["perplexity"]
+
+
+def test_rows_of_earlier_versions_count(answer, small, tmp_path, measured, monkeypatch):  # noqa: F811
+    """Those of formats and shipped policies; a policy file of the same name may be another one by now."""
+    from aurakv import policy
+
+    path, rows = tmp_path / "pol.json", tmp_path / "rows.json"
+    Policy(2, 16, (LayerPolicy("k8v4"),) * 2).save(path)
+    monkeypatch.setattr(policy, "_FOLDER", tmp_path)
+    assert "pol" in policy.shipped()
+    args = ("eval", "--model", small, *ARGS, "--resume", rows, "--formats", f"k4v4,pol,{path}")
+    before = answer(*args)["rows"]
+    document = json.loads(rows.read_text())
+    for entry in document["entries"]:
+        assert entry["key"].pop("weights")
+        entry["key"].pop("policy", None)
+    rows.write_text(json.dumps(document))
+    measured.clear()
+    after = answer(*args)["rows"]
+    assert measured == [str(path)]
+    assert after[:3] == before[:3]
+    assert len(Results(rows).entries) == 4, "the new row of the policy file has replaced the old one"
+    Policy(2, 16, (LayerPolicy("k3v3"),) * 2).save(path)
+    document["entries"] = json.loads(rows.read_text())["entries"]
+    for entry in document["entries"]:  # a row that says which policy it is of must agree
+        if entry["key"]["format"] == "pol":
+            entry["key"] |= {"weights": Results(rows).entries[-1]["key"]["weights"], "policy": "another"}
+    rows.write_text(json.dumps(document))
+    measured.clear()
+    answer(*args)
+    assert measured == ["pol", str(path)]
+
+
+def test_committed_results_are_used():
+    """What `make eval-quality` asks for is in the committed files, whatever the weights are called."""
+    folder = Path(__file__).parents[1] / "benchmarks" / "baselines"
+    for model, policy in (("smollm2", "smollm2-135m"), ("gemma3", "gemma-3-270m")):
+        results = Results(folder / f"quality-{model}.json")
+        work = command.Work(None, None, None, results, {policy: None, "plain:k4v4": None}, {"weights": "x"},
+                            {policy: {"policy": "y"}})  # fmt: skip
+        shared = {name: results.entries[0]["key"][name] for name in ("kind", "model", "dtype", "text", "ids", "tokens",
+                                                                     "every")}  # fmt: skip
+        for key in work._keys(shared, "uncompressed").values():
+            assert work._find(key)["tokens"] == 4096
+        assert work._find({**work._keys(shared, "uncompressed")[policy], "format": "my.json"}) is None

@@ -44,14 +44,38 @@ def test_a_policy_within_the_size(answer, call, small, tmp_path, monkeypatch):  
     assert str(out) in shown
     assert "policy: " in shown
     assert Policy.load(out).bytes_per_token <= policy.bytes_per_token
-    assert json.loads(state.read_text())["kl"]
+    assert json.loads(state.read_text())["kind"] == "aurakv-tuning"
 
 
 def test_refusals(refused, small, tmp_path):  # noqa: F811
     model = ("--model", small, *ARGS)
     assert "--out must be a .json file" in refused("tune", *model, "--out", tmp_path / "policy.txt")
     assert "--percent must be from -50 to 400" in refused("tune", *model, "--percent", "500")
+    for other in (("--percent", "0"), ("--rounds", "0")):
+        assert "belong to --size" in refused("tune", *model, "--kl", "0.1", *other)
     assert "got 9" in refused("tune", *model, "--size", "k9v4")
     assert "--size must have codes" in refused("tune", *model, "--size", "k16v4")
     assert "cannot be read" in refused("tune", *model, "--text", tmp_path / "none.txt")
     assert "at least 64 tokens" in refused("tune", "--model", small, "--tokens", "20", "--device", "cpu")
+
+
+@pytest.mark.parametrize("contents", ["{}", "[1, 2]", '{"kind": "aurakv-tuning", "ver', '{"mark": {}, "kl": {}}', ""])
+def test_only_its_own_state_is_overwritten(refused, small, tmp_path, monkeypatch, contents):  # noqa: F811
+    monkeypatch.setattr(measure, "compare", None)  # refused before anything is measured
+    state = tmp_path / "settings.json"
+    state.write_text(contents)
+    said = refused("tune", "--model", small, *ARGS, "--out", tmp_path / "p.json", "--resume", state)
+    assert "settings.json must be a" in said
+    assert "of aurakv-tuning" in said
+    assert state.read_text() == contents
+    assert list(tmp_path.iterdir()) == [state]
+
+
+@pytest.mark.parametrize("option", ["--out", "--resume"])
+def test_a_missing_folder_is_told_before_the_work(refused, small, tmp_path, monkeypatch, option):  # noqa: F811
+    monkeypatch.setattr(measure, "compare", None)
+    said = refused("tune", "--model", small, *ARGS, option, tmp_path / "none" / "p.json")
+    assert "none must be a folder that exists, to save p.json in it" in said
+    (tmp_path / "folder.json").mkdir()
+    said = refused("tune", "--model", small, *ARGS, option, tmp_path / "folder.json")
+    assert "folder.json must be a file, got a folder" in said

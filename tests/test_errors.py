@@ -7,6 +7,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,7 @@ FORMATS = [
     case("bits 1", lambda w: kv.Format.parse("k1v4", 64), "bits", "[2, 3, 4, 5, 6, 8, 16]", "1"),
     case("bits 0", lambda w: kv.Codec.value(64, 0), "bits", "0"),
     case("bits float", lambda w: kv.Codec(64, 4.0), "bits", "4.0"),
+    case("bits bool", lambda w: kv.Codec(64, True), "bits", "True"),
     case("bits text", lambda w: kv.Codec(64, "4"), "bits", "4"),
     case("dim", lambda w: kv.Codec(100, 4), "head_dim", "m·2^k", "576", "100"),
     case("dim 0", lambda w: kv.Codec(0, 4), "head_dim", "0"),
@@ -101,6 +103,11 @@ FORMATS = [
     case("dim 8", lambda w: kv.Format.parse("k4v4", 8), "head_dim", "16", "8"),
     case("dim large", lambda w: kv.Codec(2048, 4), "head_dim", "1024", "2048"),
     case("dim float", lambda w: kv.Codec(64.0, 4), "head_dim", "64.0"),
+    case("dim bool", lambda w: kv.Codec(True, 16), "head_dim", "True"),
+    case("dim bool in parse", lambda w: kv.Format.parse("k4v4", True), "head_dim", "True"),
+    case("dims list", lambda w: kv.Format.parse("k4v4", [64, 64]), "(key dim, value dim)", "[64, 64]"),
+    case("seed bool", lambda w: kv.Codec(64, 4, seed=True), "seed", "True"),
+    case("codecs", lambda w: kv.Format("k4", "v4"), "key must be a Codec", "'k4'"),
     case("dim 16 bits", lambda w: kv.Codec(0, 16), "head_dim", "1 to 1024", "0"),
     case("dims one", lambda w: kv.Format.parse("k4v4", (64,)), "head_dim", "(key dim, value dim)", "(64,)"),
     case("dims none", lambda w: kv.Format.parse("k4v4", None), "head_dim", "None"),
@@ -118,7 +125,7 @@ FORMATS = [
     case("scale float64", lambda w: kv.Codec(64, 4, dtype=torch.float64), "f16 or f32", "float64"),
     case("vector dtype", lambda w: kv.Codec(64, 16, dtype=torch.float64), "['f32', 'f16', 'bf16']", "float64"),
     case("parse dtype", lambda w: kv.Format.parse("k16v4", 64, dtype=torch.int8), "f32", "int8"),
-    case("seed", lambda w: kv.Codec(64, 4, seed=2**64), "seed", "2^64 - 1", str(2**64)),
+    case("seed", lambda w: kv.Codec(64, 4, seed=2**64), "seed", f"from 0 to {2**64 - 1}", f"got {2**64}"),
     case("seed negative", lambda w: kv.Codec(64, 4, seed=-1), "seed", "-1"),
     case("seed in name", lambda w: kv.Format.parse(f"k4:seed{2**64}/v4", 64), "seed", str(2**64)),
     case("table", lambda w: kv.Codec(64, 4, table="gauss"), "level table", "minifloat", "'gauss'"),
@@ -136,10 +143,10 @@ FORMATS = [
 # scoring
 
 SCORINGS = [
-    case("window 0", lambda w: kv.Scoring(window=0), "window", "positive", "0"),
-    case("window negative", lambda w: kv.Scoring(window=-3), "window", "positive", "-3"),
+    case("window 0", lambda w: kv.Scoring(window=0), "window", "at least 1", "0"),
+    case("window negative", lambda w: kv.Scoring(window=-3), "window", "at least 1", "-3"),
     case("window float", lambda w: kv.Scoring(window=2.5), "window", "whole", "2.5"),
-    case("window NaN", lambda w: kv.Scoring(window=math.nan), "window", "positive", "nan"),
+    case("window NaN", lambda w: kv.Scoring(window=math.nan), "window", "whole", "nan"),
     case("softcap 0", lambda w: kv.Scoring(softcap=0.0), "softcap", "positive", "0.0"),
     case("softcap negative", lambda w: kv.Scoring(softcap=-30.0), "softcap", "positive", "-30"),
     case("softcap NaN", lambda w: kv.Scoring(softcap=math.nan), "softcap", "finite", "nan"),
@@ -149,6 +156,19 @@ SCORINGS = [
     case("sinks", lambda w: kv.Scoring(window=4, sinks=-1), "sinks", "-1"),
     case("first", lambda w: kv.Scoring(first=-1), "first", "-1"),
     case("recent", lambda w: kv.Scoring(recent=-2), "recent", "-2"),
+    case("window bool", lambda w: kv.Scoring(window=True), "window", "whole", "True"),
+    case("sinks text", lambda w: kv.Scoring(window=4, sinks="1"), "sinks", "whole", "'1'"),
+    case("sinks none", lambda w: kv.Scoring(window=4, sinks=None), "sinks", "whole", "None"),
+    case("softcap text", lambda w: kv.Scoring(softcap="5"), "softcap", "finite number", "'5'"),
+    case("softcap bool", lambda w: kv.Scoring(softcap=True), "softcap", "finite number", "True"),
+    case("scale text", lambda w: kv.Scoring(scale="5"), "scale", "finite number", "'5'"),
+    case("scale many", lambda w: kv.Scoring(scale=torch.ones(2)), "scale", "finite number", "a tensor [2]"),
+    case("scale huge", lambda w: kv.Scoring(scale=10**400), "scale", "finite number"),
+    case("causal", lambda w: kv.Scoring(causal="no"), "causal must be a bool", "'no'"),
+    case("causal number", lambda w: kv.Scoring(causal=0), "causal must be a bool", "0"),
+    case("exact", lambda w: kv.Scoring(exact=None), "exact must be a bool", "None"),
+    case("threshold none", lambda w: kv.Scoring(threshold=None), "threshold", "finite number", "None"),
+    case("threshold text", lambda w: kv.Scoring(threshold="0"), "threshold", "finite number", "'0'"),
     case("threshold 1", lambda w: kv.Scoring(threshold=1.0), "threshold", "below 1", "1.0"),
     case("threshold negative", lambda w: kv.Scoring(threshold=-0.1), "threshold", "at least 0", "-0.1"),
     case("threshold NaN", lambda w: kv.Scoring(threshold=math.nan), "threshold", "nan"),
@@ -157,6 +177,8 @@ SCORINGS = [
 # operations on vectors and codes
 
 KEYS, VALUES = codes(3)
+NO_HEADS = kv.encode(ramp(3, 0, KEY_DIM), FORMAT.key)
+PART = kv.Partial(torch.zeros(3, HEADS, VALUE_DIM), torch.zeros(3, HEADS))
 
 
 def encoded(**changes: object) -> kv.Codes:
@@ -259,7 +281,17 @@ OPERATIONS = [
         *("threshold", "below 1", "1.5"),
     ),
     case("values grad", lambda w: kv.values(with_grad(ramp(1, 4, 3)), VALUES, FORMAT.value), "weights requires grad"),
+    case("values threshold text", lambda w: kv.values(ramp(1, 4, 3), VALUES, FORMAT.value, threshold="0"), "finite"),
+    case("decode tuple", lambda w: kv.decode(tuple(KEYS), FORMAT.key), "codes must be a Codes", "a tuple of tensors"),
+    case("encode codec", lambda w: kv.encode(ramp(3, 2, 16), FORMAT), "codec must be a Codec", "Format("),
+    case("offset list", lambda w: kv.encode(ramp(3, 2, 16), FORMAT.key, [0.0]), "offset must be a Tensor", "[0.0]"),
+    case("scores no KV heads", lambda w: kv.scores(queries(1), NO_HEADS, FORMAT.key), "keys", "at least one KV head"),
+    case("values no KV heads", lambda w: kv.values(ramp(1, 4, 3), NO_HEADS, FORMAT.key), "stored", "one KV head"),
     case("merge nothing", lambda w: kv.merge(), "merge", "at least one"),
+    case("merge list", lambda w: kv.merge([PART, PART]), "merge", "one by one", "list"),
+    case("merge tuples", lambda w: kv.merge(PART, tuple(PART)), "merge", "one by one", "tuple"),
+    case("sink list", lambda w: kv.sink([0.0] * 4, PART), "logits must be a Tensor", "[0.0, 0.0"),
+    case("sink like", lambda w: kv.sink(ramp(4), PART.lse), "like must be a Partial", "a tensor [3, 4]"),
 ]
 
 
@@ -279,6 +311,7 @@ OPERATIONS += [
     case("dense no key_starts", lambda w: dense(m=5, key_starts=None), "key_starts must rise from 0 to 5", "[0, 3]"),
     case("dense ends", lambda w: dense(ends=[3, 3]), "ends must be 1 numbers", "[3, 3]"),
     case("dense sinks", lambda w: dense(sink_logits=ramp(2)), "sink_logits must be [4]", "[2]"),
+    case("dense scoring", lambda w: dense(scoring={"window": 3}), "scoring must be a Scoring", "'window'"),
     case("dense backend", lambda w: dense(backend="none"), "backend", "reference", "'none'"),
 ]
 
@@ -332,6 +365,10 @@ PAGES = [
         lambda w: attend(w, workspace=torch.zeros(8, dtype=torch.uint8)[::2]),
         *("workspace", "contiguous"),
     ),
+    case("scoring", lambda w: attend(w, scoring={}), "scoring must be a Scoring", "{}"),
+    case("starts bool", lambda w: attend(w, starts=[False, True, 2]), "starts must be 3 whole numbers", "True"),
+    case("ends bool", lambda w: attend(w, ends=[True, 2]), "ends must be 2 whole numbers", "True"),
+    case("splits bool", lambda w: attend(w, splits=True), "splits", "True"),
     case("backend", lambda w: attend(w, backend="fast"), "backend", "reference", "'fast'"),
     case("append backend", lambda w: kv.append(w.ring.pages, *tokens(2), backend="?"), "backend", "reference", "'?'"),
     case("append heads", lambda w: kv.append(w.ring.pages, ramp(2, 3, 16), tokens(2)[1]), "k must be [tokens, 2, 16]"),
@@ -448,21 +485,35 @@ CACHES = [
             ("step grad", lambda c: c.step(queries(2), with_grad(K2), V2), ("k requires grad",)),
             ("truncate seq", lambda c: c.truncate(2, 0), ("sequences 0 … 1", "got 2")),
             ("truncate negative seq", lambda c: c.truncate(-1, 0), ("sequences 0 … 1", "got -1")),
-            ("truncate seq type", lambda c: c.truncate("0", 0), ("sequences 0 … 1", "got 0")),
+            ("truncate seq type", lambda c: c.truncate("0", 0), ("sequences 0 … 1", "got '0'")),
             ("truncate long", lambda c: c.truncate(0, 199), ("sequence 0", "0 … ", "got 199")),
             ("truncate negative", lambda c: c.truncate(0, -1), ("sequence 0", "0 … ", "got -1")),
             ("truncate float", lambda c: c.truncate(0, 6.5), ("sequence 0", "got 6.5")),
+            ("truncate bool", lambda c: c.truncate(0, True), ("sequence 0", "0 … ", "got True")),
+            ("truncate seq bool", lambda c: c.truncate(True, 0), ("sequences 0 … 1", "got True")),
             ("free", lambda c: c.free(7), ("sequences 0 … 1", "got 7")),
             ("fork source", lambda c: c.fork(5, 0), ("sequences 0 … 1", "got 5")),
             ("fork target", lambda c: c.fork(0, 2), ("sequences 0 … 1", "got 2")),
             ("reorder", lambda c: c.reorder([0, 2]), ("sequences 0 … 1", "got 2")),
             ("reorder negative", lambda c: c.reorder(torch.tensor([1, -1])), ("sequences 0 … 1", "got -1")),
-            ("reorder float", lambda c: c.reorder(torch.tensor([1.0])), ("sequences 0 … 1", "got 1.0")),
+            ("reorder float", lambda c: c.reorder(torch.tensor([1.0])), ("index must be whole numbers", "got [1.0]")),
+            ("reorder mask", lambda c: c.reorder(torch.tensor([True, False])), ("whole numbers", "[True, False]")),
+            ("reorder bools", lambda c: c.reorder([True, False]), ("index must be whole numbers", "[True, False]")),
+            ("reorder number", lambda c: c.reorder(1), ("index must be whole numbers", "got 1")),
+            ("reorder scalar", lambda c: c.reorder(torch.tensor(1)), ("index must be whole numbers", "got 1")),
+            ("reorder square", lambda c: c.reorder(torch.tensor([[1]])), ("index must be whole numbers", "[[1]]")),
+            ("scoring", lambda c: c.attend(queries(2), None, {}), ("scoring must be a Scoring", "{}")),
+            ("step scoring", lambda c: c.step(queries(2), K2, V2, None, "x"), ("scoring must be a Scoring", "'x'")),
+            ("reserve bool", lambda c: c.reserve(True), ("tokens must be 2 whole numbers", "True")),
+            ("reserve bools", lambda c: c.reserve([True, 1]), ("tokens must be 2 whole numbers", "True")),
+            ("reserve number", lambda c: c.reserve(5.0), ("tokens must be 2 whole numbers", "5.0")),
             ("reserve count", lambda c: c.reserve([1]), ("reserve needs 2 whole numbers", "[1]")),
             ("reserve negative", lambda c: c.reserve(-1), ("at least 0", "-1")),
-            ("reserve float", lambda c: c.reserve([1.5, 0]), ("reserve", "1.5")),
+            ("reserve float", lambda c: c.reserve([1.5, 0]), ("tokens", "1.5")),
             ("positions", lambda c: c.positions(2), ("sequences 0 … 1", "got 2")),
             ("codes", lambda c: c.codes(-1), ("sequences 0 … 1", "got -1")),
+            ("decode query", lambda c: c.decode(0, query="x"), ("query", "whole number", "'x'")),
+            ("decode query huge", lambda c: c.decode(0, query=10**20), ("query", "2147483647", str(10**20))),
             ("decode", lambda c: c.decode(3), ("sequences 0 … 1", "got 3")),
         )
     ),
@@ -573,6 +624,17 @@ MAKING = [
     case("exact recent", make_contiguous(exact=kv.Exact(recent=1.5)), "recent", "whole number", "1.5"),
     case("exact rollback", make_ring(exact=kv.Exact(recent=2, rollback=-1)), "rollback", "at least 0", "-1"),
     case("exact dtype", make_ring(exact=kv.Exact(recent=2, dtype=torch.float64)), "f32", "float64"),
+    case("format text", make_contiguous(format="k4v4"), "format must be a Format", "'k4v4'"),
+    case("ring format", make_ring(format="k4v4"), "format must be a Format", "'k4v4'"),
+    case("pool format", make_pool(format=FORMAT.key), "format must be a Format", "Codec"),
+    case("pages bool", make_pool(num_pages=True), "num_pages", "whole number", "True"),
+    case("seqs bool", make_contiguous(seqs=True), "seqs", "whole number", "True"),
+    case("ring window bool", make_ring(window=True), "window", "whole number", "True"),
+    case("key offset list", make_contiguous(key_offset=[0.0]), "key_offset must be a Tensor", "[0.0]"),
+    case("paged pool", lambda w: kv.KVCache.paged(FORMAT, 1), "pool must be a PagePool", "Format"),
+    case("exact number", make_contiguous(exact=4), "exact must be an Exact", "got 4"),
+    case("exact tuple", make_ring(exact=(1, 1)), "exact must be an Exact", "(1, 1)"),
+    case("exact bool", lambda w: kv.KVCache.paged(w.pool, 1, exact=kv.Exact(True)), "first", "whole number", "True"),
     case("why_not", lambda w: kv.why_not("gpu"), "backend", "reference", "'gpu'"),
     case("register", lambda w: backends.register(SimpleNamespace(name="reference")), "'reference' is taken"),
 ]
@@ -734,3 +796,75 @@ def test_no_grad_accepts_what_grad_mode_refuses(world):
         out = world.contiguous.attend(with_grad(queries(2))).out
     assert not out.requires_grad
     assert world.contiguous.lengths == [8, 1]
+
+
+WHOLE = [np.int64, np.uint8, torch.tensor]
+
+
+@pytest.mark.parametrize("number", WHOLE)
+def test_whole_numbers_of_any_kind_are_plain_ones_inside(world, number):
+    """What is accepted once is accepted everywhere, and nothing else than an int is kept."""
+    codec = kv.Codec(number(64), number(4), seed=number(1))
+    assert codec == kv.Codec(64, 4, seed=1)
+    assert {type(x) for x in (codec.dim, codec.bits, codec.seed)} == {int}
+    assert kv.Format.parse("k4v4", number(64)) == kv.Format.parse("k4v4", 64)
+    scoring = kv.Scoring(window=number(5), sinks=number(1), first=number(2), recent=number(3))
+    assert scoring == kv.Scoring(window=5, sinks=1, first=2, recent=3)
+    assert type(scoring.window) is int
+    heads, options = number(KV_HEADS), {"chunk": number(4), "rollback": number(2)}
+    ring = kv.KVCache.ring(FORMAT, number(2), heads, number(8), number(1), **options)
+    exact = kv.Exact(number(2), number(3), torch.float32, number(4))
+    contiguous = kv.KVCache.contiguous(FORMAT, number(2), heads, number(9), exact=exact)
+    paged = kv.KVCache.paged(kv.PagePool(FORMAT, number(8), number(8), heads), number(2), number(16))
+    assert {type(x) for x in (*ring._table.kept, *contiguous.exact[:2])} == {int}
+    for cache in (ring, contiguous, paged):
+        for _ in range(4):
+            part = cache.step(queries(2), *tokens(2), splits=number(1))
+        assert part.out.isfinite().all()
+        cache.reserve(number(5))
+        cache.reserve([number(1), number(0)])
+        cache.truncate(number(1), number(3))
+        cache.fork(number(1), number(0))
+        cache.reorder([number(1), number(0)])
+        assert cache.lengths == [3, 3]
+        assert {type(length) for length in cache.lengths} == {int}
+        assert len(cache.positions(number(0))) == 3
+        cache.step(queries(2), *tokens(2))
+
+
+def test_other_numbers_are_plain_ones_inside():
+    scoring = kv.Scoring(scale=np.float32(0.5), softcap=torch.tensor(30.0), threshold=0)
+    assert scoring == kv.Scoring(scale=0.5, softcap=30.0)
+    assert {type(x) for x in (scoring.scale, scoring.softcap, scoring.threshold)} == {float}
+
+
+@pytest.mark.parametrize("name", ["k4v3", "k8v5", "k16v16"])
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0), (2, 0, 2), (0,)])
+def test_no_vectors_make_no_codes(name, shape):
+    """Also in dimensions where a backend could not tell how many there are."""
+    codec = kv.Format.parse(name, KEY_DIM).key
+    stored = kv.encode(ramp(*shape, KEY_DIM), codec)
+    assert stored.data.shape == (*shape, codec.row_bytes)
+    assert (stored.scale is None) == (not codec.coded)
+    decoded = kv.decode(stored, codec, dtype=torch.float16)
+    assert decoded.shape == (*shape, KEY_DIM)
+    assert decoded.dtype == torch.float16
+    for backend in ("reference", None):
+        none = kv.encode(ramp(0, 2, KEY_DIM), codec, backend=backend)
+        assert kv.scores(queries(3), none, codec, backend=backend).shape == (3, HEADS, 0)
+        summed = kv.values(torch.zeros(3, HEADS, 0), none, codec, backend=backend)
+        assert torch.equal(summed, torch.zeros(3, HEADS, KEY_DIM))
+
+
+def test_a_file_is_not_blamed_for_a_backend(world, tmp_path, monkeypatch):
+    path = tmp_path / "cache.safetensors"
+    kv.save(world.ring, path, torch.tensor([1, 0]))
+    assert kv.load(path).lengths == world.ring.lengths[::-1]
+    check(world, lambda w: kv.load(path, backend="foo"), kv.InputError, "backend must be one of", "'foo'")
+    check(world, lambda w: kv.load(tmp_path / "none", backend="foo"), kv.InputError, "backend", "'foo'")
+    check(world, lambda w: kv.save(w.ring, path, torch.tensor([True, False])), kv.InputError, "seqs", "whole numbers")
+    check(world, lambda w: kv.save(w.ring, path, 1), kv.InputError, "seqs must be whole numbers", "got 1")
+    check(world, lambda w: kv.save("cache", path), kv.InputError, "cache must be a KVCache", "'cache'")
+    monkeypatch.setattr(backends, "_registered", {})
+    backends.register(SimpleNamespace(name="cannot", why_not=lambda format, device: None if format is None else "no"))
+    check(world, lambda w: kv.load(path, backend="cannot"), kv.BackendError, "'cannot' cannot run k4v3", "cpu", "no")

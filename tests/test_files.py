@@ -419,7 +419,7 @@ BAD = [
     (ring_file, spelled(table="[a]"), "levels must be"),
     (ring_file, spelled(table="[" + ",".join(map(str, range(16, 0, -1))) + "]"), "levels must be sorted"),
     (ring_file, spelled(dtype="bf16"), "scales are stored as f16 or f32"),
-    (ring_file, spelled(seed="seed18446744073709551616"), "seed must be from 0"),
+    (ring_file, spelled(seed="seed18446744073709551616"), "seed must be a whole number from 0"),
     (ring_file, field("key_dim", 0), "key_dim must be a whole number from 1 to 1024, got 0"),
     (ring_file, field("key_dim", 33), "format is wrong: head_dim must be"),
     (ring_file, field("value_dim", 2**40), "value_dim must be a whole number from 1 to 1024"),

@@ -1,15 +1,19 @@
 """Needles stand where they should, and are found when the model sees them."""
 
+import copy
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
+from test_hf import made  # noqa: E402
+
 import aurakv as kv  # noqa: E402
 from aurakv.evaluation import builtin  # noqa: E402
 from aurakv.evaluation.needle import DEPTHS, haystack, search  # noqa: E402
-from aurakv.evaluation.results import Results, text_key  # noqa: E402
+from aurakv.evaluation.results import Results, model_key, text_key  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
 
 CONFIG = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -122,10 +126,32 @@ def test_results_are_found_again(tmp_path):
     Results().save()  # nowhere
     assert text_key(torch.tensor([[1, 2]])) != text_key(torch.tensor([[12]]))
     for text, sentence in (
-        ("{", "must be the JSON file"),
+        ("{", "must be a JSON file of aurakv-evaluation"),
         ('{"kind": "x"}', "must be a file of"),
         ("[]", "must be a f"),
     ):
         path.write_text(text)
         with pytest.raises(kv.FileError, match=sentence):
             Results(path)
+    Results(path := tmp_path / "other.json", "another-kind").save()
+    with pytest.raises(kv.FileError, match="must be a file of aurakv-evaluation version 1"):
+        Results(path)
+    lost = Results(tmp_path / "none" / "results.json")
+    with pytest.raises(kv.FileError, match=r"results\.json cannot be written: No such file"):
+        lost.save()
+
+
+def test_a_model_is_known_by_its_config_and_every_weight():
+    _, ours = made("llama")
+    assert model_key(ours) == model_key(copy.deepcopy(ours))
+    for change in (
+        lambda model: model.get_input_embeddings().weight.data[-1, -1].add_(1e-3),
+        lambda model: setattr(model.config, "rope_scaling", {"factor": 2.0}),
+    ):
+        other = copy.deepcopy(ours)
+        change(other)
+        assert model_key(other) != model_key(ours)
+    elsewhere = copy.deepcopy(ours)
+    elsewhere.config._name_or_path = "another/folder"
+    assert model_key(elsewhere) == model_key(ours)
+    assert model_key(copy.deepcopy(ours).bfloat16()) != model_key(ours)

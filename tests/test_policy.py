@@ -244,3 +244,32 @@ def test_names_of_shipped_policies_are_no_formats():
         with pytest.raises(kv.InputError, match="a format name is"):
             kv.Format.parse(name, 64)
         assert Path(name).suffix == ""
+
+
+def test_the_policy_that_a_name_means(tmp_path):
+    """None is a format; what looks like a policy and is none is refused."""
+    path = tmp_path / "mine.json"
+    Policy.load("smollm2-135m").save(path)
+    for name in ("smollm2-135m", path, str(path)):
+        found = Policy.find(name)
+        assert found is not None
+        assert found.dumps() == Policy.load("smollm2-135m").dumps()
+    for name in ("k4v4", "auto", "plain:k4v4", ""):
+        assert Policy.find(name) is None
+    for name in (tmp_path / "mine", tmp_path / "none.json", "none.json"):
+        with pytest.raises(kv.InputError):
+            Policy.find(name)
+
+
+def test_the_default_ring_is_the_same_everywhere():
+    """What plans and tuning count is what a cache of transformers' layers makes."""
+    from aurakv.cli.plan import Layer
+    from aurakv.policy import ROLLBACK
+    from aurakv.table import Kept
+
+    format = kv.Format.parse("k4v4", 64)
+    for window in (1, 100, 512, 4096):
+        ring = kv.KVCache.ring(format, 1, 2, window, rollback=ROLLBACK)
+        kept = Kept.of(window, rollback=ROLLBACK)
+        assert ring._table.kept == kept
+        assert Layer(2, (64, 64), window).held(format, 2**20) == 2 * kept.width(64) * format.layout(64).bytes

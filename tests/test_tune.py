@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import random
 
 import pytest
@@ -15,6 +14,7 @@ from test_hf import made, prompt  # noqa: E402
 import aurakv as kv  # noqa: E402
 from aurakv import tune  # noqa: E402
 from aurakv.evaluation import measure  # noqa: E402
+from aurakv.evaluation.results import Results  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
 from aurakv.hf.observe import observe  # noqa: E402
 from aurakv.policy import Policy  # noqa: E402
@@ -106,7 +106,7 @@ def test_tuning_a_small_model(tmp_path, monkeypatch):
     ids = prompt(1, 160)
     policy = tune.calibrated(ours, ids, source="random tokens")
     assert (policy.kv_heads, policy.head_dim, policy.first) == (2, 16, 4)
-    state = tmp_path / "state"
+    state = Results(tmp_path / "state", tune.STATE)
     steps: list[tuple[str, int, int]] = []
     layers = tune.sensitivities(ours, policy, ids[:, :100], 4096, state, lambda *step: steps.append(step))
     assert steps[-1] == ("layers alone", 8, 8)
@@ -115,10 +115,14 @@ def test_tuning_a_small_model(tmp_path, monkeypatch):
     assert layers[0].key[4] > layers[1].key[4]
     assert layers[0].loss(4, 4) == layers[0].key[4] + layers[0].value[4]
     monkeypatch.setattr(measure, "compare", None)  # nothing is measured a second time
-    assert tune.sensitivities(ours, policy, ids[:, :100], 4096, state) == layers
+    again = Results(tmp_path / "state", tune.STATE)
+    assert tune.sensitivities(ours, policy, ids[:, :100], 4096, again) == layers
     monkeypatch.undo()
-    kl = json.loads(state.read_text())["kl"]
-    assert sorted(kl) == ["k3 0", "k3 1", "k4 0", "k4 1", "v3 0", "v3 1", "v4 0", "v4 1"]
+    names = [entry["key"]["name"] for entry in again.entries]
+    assert sorted(names) == ["k3 0", "k3 1", "k4 0", "k4 1", "v3 0", "v3 1", "v4 0", "v4 1"]
+    other = tune.sensitivities(ours, policy, ids[:, 1:101], 4096, again)
+    assert other != layers, "another text"
+    assert len(again.entries) == 16
     formats = choose(layers, 16, budget=2 * 20)
     chosen = tune.tuned(policy, formats)
     chosen.save(tmp_path / "p.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from pathlib import Path
 
@@ -273,6 +274,17 @@ def test_plan_of_a_policy(tmp_path: Path) -> None:
     assert exact.policy.first == 0
     assert plan.note is None
     assert "first 4 and most recent 0 tokens exact" in str(exact.note)
+
+
+def test_a_policy_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    for number, format in enumerate(("k8v4", "k4v3", "k4v3")):
+        Policy(4, DIM, (LayerPolicy(format),)).save(path)
+        os.utime(path, ns=(number, number))  # two writes may fall into one tick of the clock
+        plan = Plan.parse({"aurakv": str(path)})
+        assert plan is not None
+        assert plan.layer(0).format == format
+    assert Plan.parse({"aurakv": str(path)}) is plan, "every layer of an engine asks for it"
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, ops
+from .arguments import instance, whole
 from .checks import Starts
 from .codec import Codec, Codes, Format
 from .errors import InputError
@@ -32,7 +33,7 @@ from .steps import (
     own_scoring,
     step_kind,
 )
-from .table import Kept, Table, round_up
+from .table import MAX_LENGTH, Kept, Table, round_up
 
 
 class KVCache:
@@ -40,7 +41,7 @@ class KVCache:
 
     def __init__(self, table: Table, exact: Exact | None = None, backend: str | None = None) -> None:
         self._table, self.backend = table, backend
-        self.exact = exact or Exact()
+        self.exact = Exact.of(exact)
         self._exact_table = self.exact.table(table)
         self._on_cpu = table.pool.device.type == "cpu"
         self._prepared: Prepared | None = None  # the last step of single tokens
@@ -62,8 +63,7 @@ class KVCache:
         backend: str | None = None,
     ) -> KVCache:
         """One big page per sequence, which grows when it is full. `capacity` tokens have room from the start."""
-        checks.whole("seqs", seqs, 0)
-        checks.whole("capacity", capacity, 0)
+        seqs, capacity = whole("seqs", seqs, 0), whole("capacity", capacity, 0)
         pages, size = (seqs, round_up(capacity, 64)) if capacity else (0, 64)
         pool = PagePool(
             format, pages, size, kv_heads, device, key_offset=key_offset, value_offset=value_offset, growable=True
@@ -93,11 +93,7 @@ class KVCache:
         `chunk` queries at once still see their whole windows (default window / 8, at least 16; `step` takes more in
         pieces), and a sequence can be truncated by up to `rollback` tokens.
         """
-        checks.whole("seqs", seqs, 0)
-        checks.whole("window", window, 1)
-        kept = Kept(window, sinks, max(16, window // 8) if chunk is None else chunk, rollback)
-        for name, number, least in (("sinks", sinks, 0), ("chunk", kept.chunk, 1), ("rollback", rollback, 0)):
-            checks.whole(name, number, least)
+        seqs, kept = whole("seqs", seqs, 0), Kept.of(window, sinks, chunk, rollback)
         pool = PagePool(
             format, 0, page_size, kv_heads, device, key_offset=key_offset, value_offset=value_offset, growable=True
         )
@@ -114,12 +110,12 @@ class KVCache:
         backend: str | None = None,
     ) -> KVCache:
         """Sequences in the pages of a pool that other caches may share. `max_tokens` fixes the width of the table."""
-        checks.whole("seqs", seqs, 0)
+        instance("pool", pool, PagePool)
+        seqs = whole("seqs", seqs, 0)
         if pool.growable:
             raise InputError("a paged cache needs a pool of fixed size")
-        if max_tokens is not None:
-            checks.whole("max_tokens", max_tokens, 1)
-        return cls(Table(pool, seqs, None if max_tokens is None else -(-max_tokens // pool.page_size)), exact, backend)
+        width = None if max_tokens is None else -(-whole("max_tokens", max_tokens, 1) // pool.page_size)
+        return cls(Table(pool, seqs, width), exact, backend)
 
     # what is there
 
@@ -164,8 +160,7 @@ class KVCache:
     def positions(self, seq: int) -> Tensor:
         """The positions of a sequence that are still held; in a ring the sinks and the most recent ones."""
         self._refresh()
-        self._table.check_seq(seq)
-        return self._table.positions(seq)
+        return self._table.positions(self._table.check_seq(seq))
 
     def codes(self, seq: int) -> tuple[Codes, Codes]:
         """Keys and values of a sequence as they are stored, [n, kv_heads, …] at `positions(seq)`."""
@@ -181,6 +176,7 @@ class KVCache:
         (keys, values), pool, backend = self.codes(seq), self.pool, self.backend
         k = ops.decode(keys, self.format.key, pool.key_offset, dtype=dtype, backend=backend)
         v = ops.decode(values, self.format.value, pool.value_offset, dtype=dtype, backend=backend)
+        query = None if query is None else whole("query", query, 0, MAX_LENGTH)
         if query is not None and self._exact_table is not None:
             exact, positions = self._exact_table, self._table.positions(seq)
             held = exact.positions(seq)
@@ -276,18 +272,22 @@ class KVCache:
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
-        self.check_truncate(seq, length)
+        seq, length = self.check_truncate(seq, length)
         self._prepared = None
         for table in self._tables:
             table.truncate(seq, min(length, table.lengths[seq]))
 
-    def check_truncate(self, seq: int, length: int) -> None:
-        """Raise what `truncate` would raise and change nothing: for those who truncate several sequences or caches."""
+    def check_truncate(self, seq: int, length: int) -> tuple[int, int]:
+        """Raise what `truncate` would raise and change nothing: for those who truncate several sequences or caches.
+
+        Returns both as plain numbers.
+        """
         self.sync()
-        self._table.check_seq(seq)
-        checks.truncate(seq, length, self._table.lengths[seq])
+        seq = self._table.check_seq(seq)
+        length = checks.truncate(seq, length, self._table.lengths[seq])
         for table in self._tables:
             table.check_rollback(seq, length)
+        return seq, length
 
     def free(self, seq: int) -> None:
         """Give back the pages of a sequence; it stays as an empty one."""
@@ -295,15 +295,12 @@ class KVCache:
 
     def fork(self, source: int, target: int) -> None:
         """Make sequence `target` a copy of `source`. Pages are shared until one of the two writes to them."""
-        self._table.check_seq(source)
-        self._table.check_seq(target)
+        source, target = self._table.check_seq(source), self._table.check_seq(target)
         self.reorder([source if seq == target else seq for seq in range(self.seqs)])
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Sequence i becomes what sequence index[i] was. The index may repeat, drop or add sequences."""
-        chosen = checks.listed(index)
-        for seq in chosen:
-            self._table.check_seq(seq)
+        chosen = [self._table.check_seq(seq) for seq in checks.listed("index", index)]
         self.sync()
         self._prepared = None
         for table in self._tables:
@@ -341,6 +338,8 @@ class KVCache:
         return checks.bounds("starts", starts, self.seqs, tokens)
 
     def _scoring(self, given: Scoring | None) -> Scoring:
+        if given is not None:
+            instance("scoring", given, Scoring)
         return own_scoring(given, self._table.kept, self.exact)
 
     def _check_reach(self, bounds: list[int], scoring: Scoring) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
-from collections.abc import Sequence
-from numbers import Integral
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from .arguments import index, instance, shown, whole
 from .codec import Codec, Codes
 from .errors import InputError
 from .pages import Pages
@@ -20,11 +19,6 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PRECISIONS = ("fast", "exact")
 
 Starts = Sequence[int] | Tensor | None
-
-
-def whole(name: str, number: int, least: int) -> None:
-    if not isinstance(number, Integral) or number < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {number}")
 
 
 def floating(name: str, x: Tensor, device: torch.device | None = None) -> None:
@@ -74,10 +68,13 @@ def reach(pages: Pages, scoring: Scoring) -> None:
 
 def rows(name: str, codes: Codes, codec: Codec, ndim: int | None = None) -> None:
     """Codes [..., kv_heads, row_bytes] with their scales."""
+    instance(name, codes, Codes)
     data, scale = codes
     if data.dtype != torch.uint8 or data.ndim < 2 or data.shape[-1] != codec.row_bytes or ndim not in (None, data.ndim):
         shape = "..., kv_heads" if ndim is None else "n, kv_heads"
         raise InputError(f"{name} data must be uint8 [{shape}, {codec.row_bytes}], got {data.dtype} {list(data.shape)}")
+    if ndim is not None and data.shape[-2] == 0:
+        raise InputError(f"{name} must have at least one KV head, got {list(data.shape)}")
     if not codec.coded:
         if scale is not None:
             raise InputError(f"{name} stored at 16 bits have no scale")
@@ -134,7 +131,7 @@ def bounds(name: str, given: Starts, seqs: int, tokens: int) -> list[int]:
                 f"{tokens} tokens for {seqs} sequences need {name}: sequence i owns rows {name}[i]:{name}[i+1]"
             )
         return list(range(seqs + 1))
-    rows = _integers(name, given.tolist() if isinstance(given, Tensor) else given, seqs + 1)
+    rows = listed(name, given, f"{seqs + 1} ")
     rising = all(a <= b for a, b in itertools.pairwise(rows))
     if len(rows) != seqs + 1 or rows[0] != 0 or rows[-1] != tokens or not rising:
         raise InputError(f"{name} must rise from 0 to {tokens} tokens in {seqs + 1} numbers, got {rows}")
@@ -151,8 +148,7 @@ def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
             raise InputError(f"ends must be int32 or int64 [{seqs}], got {given.dtype} {list(given.shape)}")
         if given.device.type != "cpu":
             return given.to(device=lengths.device, dtype=torch.int32)
-        given = given.tolist()
-    positions = _integers("ends", given, seqs)
+    positions = listed("ends", given, f"{seqs} ")
     if len(positions) != seqs or not all(0 <= end < 2**31 for end in positions):
         raise InputError(f"ends must be {seqs} numbers from 0 to 2^31 - 1, got {positions}")
     return torch.tensor(positions, dtype=torch.int32, device=lengths.device)
@@ -166,15 +162,18 @@ def balance(x: Tensor, pages: Pages) -> None:
 
 def reserve(tokens: int | Sequence[int], seqs: int) -> list[int]:
     """How many tokens each sequence shall have room for: one number for all, or one each."""
-    new = [tokens] * seqs if isinstance(tokens, int) else list(tokens)
-    if len(new) != seqs or not all(isinstance(n, int) and n >= 0 for n in new):
-        raise InputError(f"reserve needs {seqs} whole numbers of at least 0, got {new}")
+    each = index(tokens)
+    new = listed("tokens", tokens, f"{seqs} ") if each is None else [each] * seqs  # type: ignore[arg-type]
+    if len(new) != seqs or min(new, default=0) < 0:
+        raise InputError(f"reserve needs {seqs} whole numbers of at least 0, got {shown(new)}")
     return new
 
 
-def truncate(seq: int, length: int, most: int) -> None:
-    if not (isinstance(length, int) and 0 <= length <= most):
-        raise InputError(f"sequence {seq} can be truncated to 0 … {most} tokens, got {length}")
+def truncate(seq: int, length: int, most: int) -> int:
+    found = index(length)
+    if found is None or not 0 <= found <= most:
+        raise InputError(f"sequence {seq} can be truncated to 0 … {most} tokens, got {shown(length)}")
+    return found
 
 
 def options(precision: str, splits: int | None) -> None:
@@ -194,15 +193,14 @@ def workspace(given: Tensor | None, needed: int, device: torch.device) -> None:
         )
 
 
-def listed(given: Sequence[int] | Tensor) -> list[int]:
-    return given.tolist() if isinstance(given, Tensor) else list(given)
-
-
-def _integers(name: str, given: Sequence[int], count: int) -> list[int]:
-    try:
-        return [operator.index(number) for number in given]
-    except TypeError:
-        raise InputError(f"{name} must be {count} whole numbers, got {given}") from None
+def listed(name: str, given: Sequence[int] | Tensor, count: str = "") -> list[int]:
+    """Whole numbers in a row. A mask of True and False is not taken for numbers."""
+    row = given.tolist() if isinstance(given, Tensor) else given
+    numbers = [index(number) for number in row] if isinstance(row, Iterable) else [None]
+    found = [number for number in numbers if number is not None]
+    if len(found) < len(numbers):
+        raise InputError(f"{name} must be {count}whole numbers, got {shown(row)}")
+    return found
 
 
 @functools.lru_cache(maxsize=64)

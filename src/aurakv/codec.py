@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import codebook
+from .arguments import index, instance, shown, whole
 from .errors import InputError
 from .rotation import MAX_DIM, base_order, rotation
 
@@ -50,11 +51,14 @@ class Codec:
     name: str = field(init=False, repr=False, compare=False)  # every option spelled out, whatever side it is on
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or self.bits not in BITS:
-            raise InputError(f"bits must be one of {list(BITS)}, got {self.bits}")
+        for name in ("dim", "bits", "seed"):
+            number = index(getattr(self, name))
+            if number is not None:
+                object.__setattr__(self, name, number)
+        if index(self.bits) not in BITS:
+            raise InputError(f"bits must be one of {list(BITS)}, got {shown(self.bits)}")
         if self.bits == 16:
-            if not (isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM):
-                raise InputError(f"head_dim must be from 1 to {MAX_DIM}, got {self.dim}")
+            whole("head_dim", self.dim, 1, MAX_DIM)
             if self.dtype not in DTYPE_NAMES:
                 raise InputError(f"vectors are stored as one of {list(DTYPES)}, got {self.dtype}")
             for name, none in (("table", ""), ("scale", ""), ("seed", 0)):  # 16-bit vectors have no codes
@@ -67,8 +71,7 @@ class Codec:
             raise InputError(f"scale must be one of {list(_SCALES)}, got {self.scale!r}")
         if self.dtype not in (torch.float16, torch.float32):
             raise InputError(f"scales are stored as f16 or f32, got {DTYPE_NAMES.get(self.dtype, self.dtype)}")
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
-            raise InputError(f"seed must be from 0 to 2^64 - 1, got {self.seed}")
+        whole("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.table, str):
             object.__setattr__(self, "table", codebook.check_levels(self.table, self.bits))
         levels = _named_levels(self.table, self.bits) if isinstance(self.table, str) else self.table
@@ -142,6 +145,8 @@ class Format:
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        instance("key", self.key, Codec)
+        instance("value", self.value, Codec)
         key, value = _side_name("key", self.key), _side_name("value", self.value)
         object.__setattr__(self, "name", f"{key}/{value}" if ":" in key else key + value)
 
@@ -164,9 +169,10 @@ class Format:
                 f"a format name is k<bits>v<bits> with bits in {list(BITS)}, and options as in k4:lsq/v4:f32,"
                 f" got {name!r}"
             )
-        dims = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+        both = index(head_dim)
+        dims = head_dim if both is None else (both, both)
         if not (isinstance(dims, tuple) and len(dims) == 2):
-            raise InputError(f"head_dim must be a whole number or a pair (key dim, value dim), got {head_dim!r}")
+            raise InputError(f"head_dim must be a whole number or a pair (key dim, value dim), got {shown(head_dim)}")
         key_bits, key_options, value_bits, value_options = match.groups()
         return cls(
             _parse_side("key", dims[0], int(key_bits), (key_options or "").split(":")[1:], dtype),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import whole
+from .arguments import instance, whole
 from .codec import Codec, Format
 from .pool import PagePool
 from .scoring import uncompressed
@@ -23,6 +23,15 @@ class Exact(NamedTuple):
     dtype: torch.dtype = torch.bfloat16  # they are stored in
     rollback: int = 16  # how far a sequence can be truncated
 
+    @classmethod
+    def of(cls, given: Exact | None) -> Exact:
+        """What a user gave, checked; by default none."""
+        if given is None:
+            return cls()
+        instance("exact", given, Exact)
+        first, recent = whole("first", given.first, 0), whole("recent", given.recent, 0)
+        return cls(first, recent, given.dtype, whole("rollback", given.rollback, 0))
+
     def seen(self, key: Tensor, query: int) -> Tensor:
         """Which keys the query at a position uses uncompressed; both are positions."""
         return uncompressed(key, query, self.first, self.recent)
@@ -30,8 +39,6 @@ class Exact(NamedTuple):
     def table(self, beside: Table) -> Table | None:
         """Where the exact tokens of a table lie, if any. `recent` is the window of a ring and `first` its sinks;
         the first tokens alone are a contiguous table of no others."""
-        for name, number in (("first", self.first), ("recent", self.recent), ("rollback", self.rollback)):
-            whole(name, number, 0)
         if not self.first and not self.recent:
             return None
         coded = beside.pool.format

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
+from . import backends, checks
+from .arguments import instance, whole
 from .cache import KVCache
-from .errors import AuraError, FileError, InputError
+from .errors import AuraError, BackendError, FileError, InputError
 from .exact import Exact
 from .manifest import Manifest, read_json, same_names, shown
 from .pages import allocate, copy_rows, parts
@@ -39,7 +40,8 @@ def save(cache: KVCache, path: str | os.PathLike[str], seqs: Sequence[int] | Non
     Room that was only reserved is not kept. An append that did not fit is reported (CapacityError) before anything is
     written.
     """
-    write(cache, path, list(range(cache.seqs)) if seqs is None else list(seqs))
+    instance("cache", cache, KVCache)
+    write(cache, path, list(range(cache.seqs)) if seqs is None else checks.listed("seqs", seqs))
 
 
 def write(
@@ -106,7 +108,9 @@ def read(
     """`load`, for a file whose metadata holds these texts too."""
     library = _safetensors()
     if spare_pages is not None:
-        checks.whole("spare_pages", spare_pages, 0)
+        spare_pages = whole("spare_pages", spare_pages, 0)
+    if backend is not None:
+        backends.why_not(backend)  # refuses a name that does not exist
     device = torch.empty(0, device=device).device
     with refusing(path):
         manifest, tensors, notes = _read(library, path, noted)
@@ -328,9 +332,11 @@ def _safetensors() -> ModuleType:
 
 @contextlib.contextmanager
 def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Whatever aurakv finds wrong is the fault of the file."""
+    """Whatever aurakv finds wrong is the fault of the file, but not what a backend cannot do that was asked for."""
     try:
         yield
+    except BackendError:
+        raise
     except (AuraError, RecursionError) as error:
         raise FileError(f"{os.fspath(path)} is not a cache that can be loaded: {error}") from None
 

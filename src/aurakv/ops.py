@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
+from .arguments import finite, instance
 from .checks import Starts
 from .codec import Codec, Codes
 from .errors import InputError
@@ -26,10 +27,15 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None = None, *, backend: st
 
         return library.encode(x, codec, offset, backend)
     checks.floating("x", x)
+    instance("codec", codec, Codec)
     if x.ndim < 2 or x.shape[-1] != codec.dim:
         raise InputError(f"x must be [..., kv_heads, {codec.dim}], got {list(x.shape)}")
     check_offset("offset", offset, codec, x.shape[-2], x.device)
-    return backends.select(backend, None, x.device, x.dtype).encode(x, codec, offset)
+    chosen = backends.select(backend, None, x.device, x.dtype)
+    if not x.numel():
+        scale = x.new_empty(x.shape[:-1], dtype=codec.dtype) if codec.coded else None
+        return Codes(x.new_empty((*x.shape[:-1], codec.row_bytes), dtype=torch.uint8), scale)
+    return chosen.encode(x, codec, offset)
 
 
 def decode(
@@ -51,6 +57,8 @@ def decode(
     if dtype not in checks.FLOATS:
         raise InputError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
     chosen = backends.select(backend, None, codes.data.device, dtype)
+    if not codes.data.numel():
+        return codes.data.new_empty((*codes.data.shape[:-1], codec.dim), dtype=dtype)
     return chosen.decode(codes, codec, offset, rotated, dtype)
 
 
@@ -91,6 +99,7 @@ def values(
             f"weights must be [tokens, heads, {n}] with heads a multiple of {kv_heads} KV heads,"
             f" got {list(weights.shape)}"
         )
+    threshold = None if threshold is None else finite("threshold", threshold)
     if threshold is not None and not 0 <= threshold < 1:
         raise InputError(f"threshold must be at least 0 and below 1, got {threshold}")
     check_offset("offset", offset, codec, kv_heads, weights.device)
@@ -150,6 +159,7 @@ def attend(
 
         return library.attend(q, pages, starts, scoring, ends, sink_logits, splits, precision, workspace, backend)
     pages.check()
+    instance("scoring", scoring, Scoring)
     checks.reach(pages, scoring)
     device = pages.data.device
     checks.queries(q, pages.kv_heads, pages.format.key.dim, device)
@@ -192,6 +202,7 @@ def attend_dense(
         from . import library
 
         return library.attend_dense(q, k, v, starts, key_starts, scoring, ends, sink_logits, backend)
+    instance("scoring", scoring, Scoring)
     checks.floating("k", k)
     checks.floating("v", v, k.device)
     if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or k.shape[1] == 0:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from .arguments import instance
 from .codec import Codec, Codes, Format
 from .errors import InputError
 
@@ -194,6 +195,7 @@ def copy_rows(format: Format, source: tuple[Tensor, int], target: tuple[Tensor, 
 def check_offset(name: str, offset: Tensor | None, codec: Codec, kv_heads: int, device: torch.device) -> None:
     if offset is None:
         return
+    instance(name, offset, Tensor)
     if not codec.coded:
         raise InputError(f"{name} has no meaning for vectors stored at 16 bits")
     if offset.dtype != torch.float32 or offset.shape != (kv_heads, codec.dim) or not offset.is_contiguous():

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import instance
 from .errors import InputError
 
 
@@ -25,7 +26,9 @@ def merge(*parts: Partial) -> Partial:
     if not parts:
         raise InputError("merge needs at least one partial result")
     first = parts[0]
-    for part in parts[1:]:
+    for part in parts:
+        if not isinstance(part, Partial):
+            raise InputError(f"merge takes partial results one by one, as in merge(a, b), got {type(part).__name__}")
         if part.out.shape != first.out.shape or part.lse.shape != first.lse.shape:
             raise InputError(
                 f"partial results must have equal shapes, got out {tuple(first.out.shape)} and {tuple(part.out.shape)},"
@@ -50,6 +53,8 @@ def join(a: Partial, b: Partial) -> Partial:
 
 def sink(logits: Tensor, like: Partial) -> Partial:
     """Learned sink logits, one per query head: a virtual key with that logit and the value 0."""
+    instance("logits", logits, Tensor)
+    instance("like", like, Partial)
     if logits.shape != like.lse.shape[-1:]:
         raise InputError(f"sink logits need shape [{like.lse.shape[-1]}] (query heads), got {list(logits.shape)}")
     return Partial(torch.zeros_like(like.out), logits.to(like.lse).expand_as(like.lse))

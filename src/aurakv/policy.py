@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .arguments import whole
 from .codec import Format
 from .errors import FileError, InputError
 from .rotation import MAX_DIM
 
 KIND, VERSION = "aurakv-policy", 1
+FIRST, ROLLBACK = 4, 32  # of a model without a policy: exact first tokens; tokens that can be cropped beyond a window
 _FOLDER = Path(__file__).parent / "policies"
 MAX_BYTES = 64 * 2**20  # of a file
 _LIMITS = {"layers": (1, 10_000), "kv_heads": (1, 2**16), "head_dim": (1, MAX_DIM)}  # of a model
@@ -66,8 +68,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         given = {"layers": len(self.layers), "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        for name, (least, most) in {**_LIMITS, **_EXACT}.items():
-            _whole(name, given.get(name, getattr(self, name, None)), least, most)
+        for name, limits in {**_LIMITS, **_EXACT}.items():
+            number = whole(name, given.get(name, getattr(self, name, None)), *limits)
+            if name != "layers":
+                object.__setattr__(self, name, number)
         for number, layer in enumerate(self.layers):
             format = Format.parse(layer.format, self.head_dim)
             for name in _TENSORS:
@@ -93,6 +97,13 @@ class Policy:
             )
 
     # files
+
+    @classmethod
+    def find(cls, name: str | Path) -> Policy | None:
+        """The policy that a user means where formats are allowed, too; None: it is the name of no policy."""
+        if isinstance(name, Path) or name.endswith(".json") or name in shipped():
+            return cls.load(name)
+        return None
 
     @classmethod
     def load(cls, source: str | Path) -> Policy:
@@ -128,7 +139,7 @@ class Policy:
             raise FileError("a policy lists as many layers as its model has")
         try:
             for name, value in (*model.items(), *((name, read[name]) for name in _EXACT)):
-                _whole(name, value, *{**_LIMITS, **_EXACT}[name])
+                whole(name, value, *{**_LIMITS, **_EXACT}[name])
             shape = (model["kv_heads"], model["head_dim"])
             parsed = tuple(_layer(number, layer, shape) for number, layer in enumerate(layers))
             return cls(*shape, parsed, read["first"], read["recent"], read["source"])
@@ -188,8 +199,3 @@ def _check(name: str, tensor: object, shape: Sequence[int]) -> None:
         raise InputError(f"{name} must be float32 {list(shape)} (KV heads, head_dim)")
     if not bool(tensor.isfinite().all()) or float(tensor.abs().max()) > torch.finfo(torch.float16).max:
         raise InputError(f"{name} must be finite and in the range of float16")
-
-
-def _whole(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise InputError(f"{name} must be a whole number from {least} to {most}, got {value!r:.40}")

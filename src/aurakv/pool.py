@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .checks import whole
+from .arguments import instance, whole
 from .codec import Format
 from .errors import CapacityError, InputError
 from .pages import allocate, check_finite, check_offset, copy_rows
@@ -30,12 +30,9 @@ class PagePool:
         value_offset: Tensor | None = None,
         growable: bool = False,
     ) -> None:
-        for what, number, least in (
-            ("num_pages", num_pages, 0),
-            ("page_size", page_size, 1),
-            ("kv_heads", kv_heads, 1),
-        ):
-            whole(what, number, least)
+        instance("format", format, Format)
+        num_pages = whole("num_pages", num_pages, 0)
+        page_size, kv_heads = whole("page_size", page_size, 1), whole("kv_heads", kv_heads, 1)
         if num_pages > MAX_PAGES:
             raise InputError(f"num_pages must be at most {MAX_PAGES}, got {num_pages}")
         device = torch.empty(0, device=device).device  # with its index

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .arguments import finite, instance, whole
 from .errors import InputError
+
+_OPTIONAL = ("scale", "window", "softcap")  # None: without
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,25 @@ class Scoring:
     threshold: float = 0.0  # values whose weight in this call is below may be skipped; lse counts them all the same
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise InputError(f"scale must be a finite number, got {self.scale}")
-        if self.window is not None and not (type(self.window) is int and self.window > 0):
-            raise InputError(f"window must be a positive whole number, got {self.window}")
-        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
-            raise InputError(f"softcap must be positive and finite, got {self.softcap}")
-        for name in ("sinks", "first", "recent"):
-            if not (type(getattr(self, name)) is int and getattr(self, name) >= 0):
-                raise InputError(f"{name} must be a whole number of at least 0, got {getattr(self, name)}")
+        for name in ("causal", "exact"):
+            instance(name, getattr(self, name), bool)
+        for name, least in (("window", 1), ("sinks", 0), ("first", 0), ("recent", 0)):
+            given = getattr(self, name)
+            if given is not None or name not in _OPTIONAL:
+                self._set(name, given, whole(name, given, least))
+        for name in ("scale", "softcap", "threshold"):
+            given = getattr(self, name)
+            if given is not None or name not in _OPTIONAL:
+                self._set(name, given, finite(name, given))
+        if self.softcap is not None and self.softcap <= 0:
+            raise InputError(f"softcap must be positive, got {self.softcap}")
         if not 0 <= self.threshold < 1:
             raise InputError(f"threshold must be at least 0 and below 1, got {self.threshold}")
+
+    def _set(self, name: str, given: object, number: float) -> None:
+        """Keep the plain Python number: scorings are compared, hashed and given to operators."""
+        if number is not given:
+            object.__setattr__(self, name, number)
 
     def multiplier(self, key_dim: int) -> float:
         return key_dim**-0.5 if self.scale is None else self.scale

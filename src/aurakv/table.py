@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .arguments import index, shown, whole
 from .errors import CapacityError, InputError
 from .pages import Pages
 from .pool import PagePool
@@ -26,6 +26,17 @@ class Kept(NamedTuple):
     sinks: int
     chunk: int
     rollback: int
+
+    @classmethod
+    def of(cls, window: int, sinks: int = 0, chunk: int | None = None, rollback: int = 0) -> Kept:
+        """Numbers from outside, checked; without a chunk an eighth of the window, at least 16."""
+        window = whole("window", window, 1)
+        return cls(
+            window,
+            whole("sinks", sinks, 0),
+            max(16, window // 8) if chunk is None else whole("chunk", chunk, 1),
+            whole("rollback", rollback, 0),
+        )
 
     def width(self, page_size: int) -> int:
         """Table entries: pinned ones for the sinks, the rest rounded up to pages, one more for the ragged start."""
@@ -254,9 +265,11 @@ class Table:
         )
         object.__setattr__(self.pages, "trusted", True)
 
-    def check_seq(self, seq: int) -> None:
-        if not isinstance(seq, Integral) or not 0 <= seq < len(self.rows):
-            raise InputError(f"this cache has sequences 0 … {len(self.rows) - 1}, got {seq}")
+    def check_seq(self, seq: int) -> int:
+        found = index(seq)
+        if found is None or not 0 <= found < len(self.rows):
+            raise InputError(f"this cache has sequences 0 … {len(self.rows) - 1}, got {shown(seq)}")
+        return found
 
     def _entries(self, old: int, new: int) -> list[int]:
         """Table entries that tokens old … new − 1 are written to."""

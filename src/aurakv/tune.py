@@ -10,12 +10,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -24,14 +22,15 @@ from .codebook import mse, table
 from .codec import Format, default_options
 from .errors import InputError
 from .evaluation import measure
+from .evaluation.results import Results, model_key, policy_key, text_key
 from .hf import AuraCache
 from .hf.observe import observe
 from .hf.support import head_dim, slots
-from .policy import Policy
+from .policy import FIRST, ROLLBACK, Policy
 from .table import Kept
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
-FIRST, ROLLBACK = 4, 32  # as in AuraCache
+STATE = "aurakv-tuning"  # the kind of a file that keeps what was measured
 _BATCH = 24  # caches that are measured side by side
 _CHUNK = 256  # tokens at a time: what a cache computes does not depend on it
 
@@ -61,22 +60,29 @@ def calibrated(model: Any, ids: Tensor, format: str = "k4v4", source: str = "", 
 
 
 def sensitivities(
-    model: Any, policy: Policy, ids: Tensor, context: int, state: Path | None = None, progress: Progress | None = None
+    model: Any,
+    policy: Policy,
+    ids: Tensor,
+    context: int,
+    state: Results | None = None,
+    progress: Progress | None = None,
 ) -> list[Layer]:
-    """Measured over the ids [1, n] of a text, at the widths of the policy and one below. With a state file, what it has
-    is not measured again."""
+    """Measured over the ids [1, n] of a text, at the widths of the policy and one below. What `state` (of the kind
+    STATE) has is not measured again."""
+    state = Results(kind=STATE) if state is None else state
     widths = [{"k": _down(format.key.bits), "v": _down(format.value.bits)} for format in _formats(policy)]
     names = [f"{side}{b} {i}" for i, sides in enumerate(widths) for side, bits in sides.items() for b in bits]
+    shared = {"ids": text_key(ids), "calibrated": policy_key(policy), "model": model_key(model)}
     known: dict[str, float] = {}
-    mark = {"tokens": ids.shape[1], "text": int(ids.sum()), "policy": policy.dumps()}
-    if state is not None and state.is_file():
-        read = json.loads(state.read_text("utf-8"))
-        known = read["kl"] if read.get("mark") == mark else {}
     for start in range(0, len(names), _BATCH):
-        batch = [name for name in names[start : start + _BATCH] if name not in known]
-        known |= _losses(model, ids, {name: _alone(policy, name) for name in batch})
-        if state is not None:
-            state.write_text(json.dumps({"mark": mark, "kl": known}), "utf-8")
+        batch = names[start : start + _BATCH]
+        rows = {name: state.find({**shared, "name": name}) for name in batch}
+        known |= {name: row["kl"] for name, row in rows.items() if row is not None}
+        found = _losses(model, ids, {name: _alone(policy, name) for name, row in rows.items() if row is None})
+        for name, loss in found.items():
+            state.add({**shared, "name": name}, {"kl": loss})
+        known |= found
+        state.save()
         if progress is not None:
             progress("layers alone", min(start + _BATCH, len(names)), len(names))
     losses = [
@@ -221,7 +227,7 @@ def _alone(policy: Policy, name: str) -> Policy:
 
 def _ring(window: int) -> int:
     """Tokens that the ring of a window has room for in an AuraCache."""
-    return Kept(window, 0, max(16, window // 8), ROLLBACK).width(64) * 64
+    return Kept.of(window, rollback=ROLLBACK).width(64) * 64
 
 
 def _loss(side: Any, measured: Mapping[int, float], bits: int) -> float:

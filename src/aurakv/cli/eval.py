@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import policy
 from ..bench import machine
 from ..errors import InputError
+from ..policy import Policy, shipped
 from . import eval_plot, frame, loading
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def add(subparsers: Any) -> None:
                         help="also transformers' quantised caches (if installed) and vLLM's (simulated)")  # fmt: skip
     parser.add_argument("--needle", action="store_true",
                         help="also hide five facts in the text and ask for each, at 1K to 8K tokens")  # fmt: skip
-    parser.add_argument("--lengths", type=_lengths, default=list(NEEDLES), metavar="LIST",
+    parser.add_argument("--lengths", type=frame.token_list, metavar="LIST",
                         help="of texts with needles (default 1K,2K,4K,8K, as far as model and text go)")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="save a picture of KL against bytes")
     parser.add_argument("--resume", type=Path, metavar="FILE",
@@ -65,17 +65,21 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..evaluation import rivals, texts
-    from ..evaluation.results import Results
+    from ..evaluation.results import Results, model_key, policy_key
 
     screen = frame.Screen(args)
     if len(set(args.formats)) < len(args.formats):
         raise InputError(f"--formats must name each format once, got {','.join(args.formats)}")
+    if args.lengths is not None and not args.needle:
+        raise InputError("--lengths belongs to --needle: it says how long the texts with needles are")
     if args.plot is not None:
         frame.picture(args.plot)
+    if args.resume is not None:
+        frame.in_folder(args.resume)
     read = {path.stem: texts.read(path) for path in args.text} if args.text else {BUILTIN: texts.builtin()}
     if args.text and len(read) < len(args.text):
         raise InputError("--text must name files with different names")
-    for name in sorted(set(args.formats) & set(policy.shipped())) if not args.text else []:
+    for name in sorted(set(args.formats) & set(shipped())) if not args.text else []:
         screen.note(f"{name} was made on the built-in text, so measure it on another one: --text FILE")
     results = Results(args.resume)
     names = list(args.formats)
@@ -86,14 +90,16 @@ def run(args: argparse.Namespace) -> None:
             screen.note(reason)
     loaded = loading.load(args, screen)
     loaded = loaded._replace(name=Path(loaded.name).name)  # results do not depend on where a model lies
-    makers = {name: maker(name, loaded.model.config) for name in names}
+    policies = {name: found for name in args.formats if (found := Policy.find(name)) is not None}
+    makers = {name: maker(name, loaded.model.config, policies.get(name)) for name in names}
     results.facts = {
         "model": loaded.name,
         "dtype": str(loaded.model.dtype).split(".")[1],
         "formats": names,
         **machine.facts(loaded.device),
     }
-    work = Work(args, screen, loaded, results, makers)
+    marks = {name: {"policy": policy_key(policy)} for name, policy in policies.items()}
+    work = Work(args, screen, loaded, results, makers, {"weights": model_key(loaded.model)}, marks)
     rows = [row for name, text in read.items() for row in work.measure(name, text)]
     needles = [row for name, text in read.items() for row in work.search(name, text)] if args.needle else []
     _show(screen, rows, needles)
@@ -103,13 +109,16 @@ def run(args: argparse.Namespace) -> None:
     screen.result({**results.facts, "rows": rows, "needles": needles, "picture": args.plot and str(args.plot)})
 
 
-def maker(name: str, config: Any) -> Callable[[], Any]:
-    """What makes the cache of a name: a rival, codes alone, or whatever AuraCache makes of it. It is tried once."""
+def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], Any]:
+    """What makes the cache of a name: a policy, a rival, codes alone, or whatever AuraCache makes of it. It is tried
+    once."""
     from ..evaluation import rivals
     from ..hf import AuraCache
 
-    if name in rivals.names():
-        make: Callable[[], Any] = lambda: rivals.make(name, config)  # noqa: E731
+    if policy is not None:
+        make: Callable[[], Any] = lambda: AuraCache(config, policy)  # noqa: E731
+    elif name in rivals.names():
+        make = lambda: rivals.make(name, config)  # noqa: E731
     elif name.startswith(PLAIN):
         make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0, centre=False)  # noqa: E731
     else:
@@ -127,6 +136,8 @@ class Work:
     loaded: loading.Loaded
     results: Results
     makers: dict[str, Callable[[], Any]]
+    mark: dict[str, str]  # of the model, in every key
+    marks: dict[str, dict[str, str]]  # of policies, by their names
 
     def measure(self, text_name: str, text: str) -> list[dict[str, Any]]:
         """The rows of a text, the uncompressed model first."""
@@ -138,8 +149,8 @@ class Work:
         ids = ids_of(text, self.loaded.tokenizer, model.config, self._within(self.args.tokens))
         shared = {"kind": "text", "model": self.loaded.name, "dtype": str(model.dtype), "text": text_name,
                   "ids": text_key(ids), "tokens": ids.shape[1], "every": self.args.every}  # fmt: skip
-        keys = {name: {**shared, "format": name} for name in (REFERENCE, *self.makers)}
-        missing = [name for name in self.makers if self.results.find(keys[name]) is None]
+        keys = self._keys(shared, REFERENCE)
+        missing = [name for name in self.makers if self._find(keys[name]) is None]
         for chunk, group in _groups(missing, rivals.QUANTISED):
             passes = (len(group) + 1) * -(-ids.shape[1] // chunk)
             with self.screen.progress(f"{text_name}: {', '.join(group)}", passes) as step:
@@ -153,9 +164,9 @@ class Work:
                     progress=_each(step),
                 )
             for row in rows:
-                self.results.add(keys[row.name], {**dataclasses.asdict(row), "chunk": chunk})
+                self._add(keys[row.name], {**dataclasses.asdict(row), "chunk": chunk})
             self.results.save()
-        found = {name: self.results.find(key) for name, key in keys.items()}
+        found = {name: self._find(key) for name, key in keys.items()}
         return [{"text": text_name, **row} for row in found.values() if row is not None]
 
     def search(self, text_name: str, text: str) -> list[dict[str, Any]]:
@@ -167,7 +178,7 @@ class Work:
 
         model, rows = self.loaded.model, []
         whole = ids_of(text, self.loaded.tokenizer, model.config)
-        for tokens in self.args.lengths:
+        for tokens in self.args.lengths or NEEDLES:
             if tokens > whole.shape[1] or tokens + 64 > (
                 self.loaded.longest or tokens + 64
             ):  # the question comes after
@@ -175,8 +186,8 @@ class Work:
                 continue
             shared = {"kind": "needle", "model": self.loaded.name, "dtype": str(model.dtype), "text": text_name,
                       "ids": text_key(whole[:, :tokens]), "tokens": tokens}  # fmt: skip
-            keys = {name: {**shared, "format": name} for name in (REFERENCE, *self.makers)}
-            missing = [name for name in self.makers if self.results.find(keys[name]) is None]
+            keys = self._keys(shared, REFERENCE)
+            missing = [name for name in self.makers if self._find(keys[name]) is None]
             for _, group in _groups(missing, ()):
                 with self.screen.progress(f"{text_name}: needles in {tokens:,} tokens", len(group) + 1) as step:
                     found = search(
@@ -190,13 +201,29 @@ class Work:
                     )
                 for name, needles in itertools.groupby(found, key=lambda needle: needle.name):
                     listed = [dataclasses.asdict(needle) for needle in needles]
-                    self.results.add(keys[name], {"name": name, "needles": listed})
+                    self._add(keys[name], {"name": name, "needles": listed})
                 self.results.save()
             for key in keys.values():
-                row = self.results.find(key)
+                row = self._find(key)
                 if row is not None:
                     rows += [{"text": text_name, **needle} for needle in row["needles"]]
         return rows
+
+    def _keys(self, shared: dict[str, Any], reference: str) -> dict[str, dict[str, Any]]:
+        """The key of each cache: its name, and what tells others of that name apart."""
+        return {
+            name: {**shared, "format": name, **self.mark, **self.marks.get(name, {})}
+            for name in (reference, *self.makers)
+        }
+
+    def _find(self, key: dict[str, Any]) -> dict[str, Any] | None:
+        """Rows without marks count where the name says enough: of formats, and policies that come with the package."""
+        return self.results.find(key, unmarked="policy" not in key or key["format"] in shipped())
+
+    def _add(self, key: dict[str, Any], row: dict[str, Any]) -> None:
+        """The uncompressed model is measured with every group: the first row stays, which others were compared with."""
+        if self._find(key) is None:
+            self.results.add(key, row)
 
     def _within(self, tokens: int) -> int:
         longest = self.loaded.longest
@@ -217,10 +244,6 @@ def _groups(names: Sequence[str], others: Collection[str]) -> Iterator[tuple[int
 
 def _each(step: Callable[..., None]) -> Callable[[int, int], None]:
     return lambda done, total: step()
-
-
-def _lengths(text: str) -> list[int]:
-    return [frame.tokens(part) for part in text.split(",")]
 
 
 def _show(screen: frame.Screen, rows: Sequence[dict[str, Any]], needles: Sequence[dict[str, Any]]) -> None:

@@ -173,12 +173,20 @@ class Screen:
             yield step
 
 
+def in_folder(path: Path) -> Path:
+    """A path where a file can be written: checked before the work that leads to it."""
+    if not path.parent.is_dir():
+        raise InputError(f"{path.parent} must be a folder that exists, to save {path.name} in it")
+    if path.is_dir():
+        raise InputError(f"{path} must be a file, got a folder")
+    return path
+
+
 def picture(path: Path) -> Path:
     """A path that matplotlib, if it is installed, can write to: checked before the work that leads to a picture."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InputError(f"a picture must end with .png, .svg or .pdf, got {path}")
-    if not path.parent.is_dir():
-        raise InputError(f"{path.parent} must be a folder that exists, to save {path.name} in it")
+    in_folder(path)
     import matplotlib  # noqa: F401
 
     return path

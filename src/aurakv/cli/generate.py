@@ -14,6 +14,7 @@ import torch
 from ..errors import AuraError, InputError
 from . import frame, loading
 
+TOP_P, TOP_K, SEED = 0.95, 0, 0  # of sampling
 HELP = "/reset starts over, /quit leaves, Ctrl-C stops an answer"
 
 
@@ -48,17 +49,19 @@ def add(subparsers: Any) -> None:
         "--temperature", type=frame.fraction, default=0.7, help="0 always takes the likeliest token (default 0.7)"
     )
     parser.add_argument(
-        "--top-p", type=frame.share, default=0.95, help="sample among tokens of this total probability (default 0.95)"
+        "--top-p", type=frame.share, help=f"sample among tokens of this total probability (default {TOP_P})"
     )
-    parser.add_argument(
-        "--top-k", type=frame.natural, default=0, help="and among so many likeliest ones (default 0, all)"
-    )
-    parser.add_argument("--seed", type=frame.natural, default=0, help="of the sampling (default 0)")
+    parser.add_argument("--top-k", type=frame.natural, help=f"and among so many likeliest ones (default {TOP_K}, all)")
+    parser.add_argument("--seed", type=frame.natural, help=f"of the sampling (default {SEED})")
     loading.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     screen = frame.Screen(args)
+    if args.raw and args.system is not None:
+        raise InputError("--system belongs to the chat template, which --raw leaves out")
+    if args.temperature == 0 and not (args.top_p is None and args.top_k is None and args.seed is None):
+        raise InputError("--top-p, --top-k and --seed belong to sampling, and --temperature 0 does not sample")
     prompt = _prompt(args)
     if prompt is None and (args.json or not sys.stdin.isatty()):
         raise InputError("there is nothing to answer: give a --prompt, a --file or text on stdin")
@@ -102,7 +105,7 @@ class Chat:
         self.loaded, self.args = loaded, args
         if not args.raw and getattr(loaded.tokenizer, "chat_template", None) is None:
             raise InputError(f"{loaded.name} has no chat template: use --raw and a --prompt to continue a text")
-        torch.manual_seed(args.seed)
+        torch.manual_seed(SEED if args.seed is None else args.seed)
         self.reset()
 
     def reset(self) -> None:
@@ -200,8 +203,8 @@ class Chat:
         return {
             "do_sample": True,
             "temperature": self.args.temperature,
-            "top_p": self.args.top_p,
-            "top_k": self.args.top_k,
+            "top_p": TOP_P if self.args.top_p is None else self.args.top_p,
+            "top_k": TOP_K if self.args.top_k is None else self.args.top_k,
         }
 
 

@@ -12,12 +12,11 @@ from ..bench import bandwidth, machine
 from ..codec import DTYPE_NAMES, DTYPES, Format
 from ..errors import InputError
 from ..exact import Exact
-from ..policy import Policy, shipped
+from ..policy import FIRST, ROLLBACK, Policy
 from ..table import MAX_LENGTH, Kept, round_up
 from . import frame
 
 FORMATS = ["k16v16", "k8v8", "k8v4", "k6v4", "k4v4", "k3v3", "k2v2"]
-FIRST, ROLLBACK = 4, 32  # exact first tokens, and tokens beyond a window, that AuraCache keeps by default
 
 
 class Layer(NamedTuple):
@@ -31,8 +30,7 @@ class Layer(NamedTuple):
         """Bytes of a sequence of so many tokens, in the page layout: contiguous, or the ring of a window."""
         if self.window is None:
             return format.layout(round_up(tokens, 64)).bytes * self.kv_heads
-        kept = Kept(self.window, 0, max(16, self.window // 8), ROLLBACK)
-        pages = min(kept.width(64), -(-tokens // 64))
+        pages = min(Kept.of(self.window, rollback=ROLLBACK).width(64), -(-tokens // 64))
         return format.layout(64).bytes * self.kv_heads * pages
 
     def exact(self, exact: Exact, tokens: int) -> int:
@@ -159,9 +157,9 @@ def _row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dic
 
 def _formats(model: Model, name: str) -> tuple[list[str], int, int]:
     """The format of each layer, and how many first and recent tokens are exact: of a policy or of one format."""
-    if not name.endswith(".json") and name not in shipped():
+    policy = Policy.find(name)
+    if policy is None:
         return [name] * len(model.layers), FIRST, 0
-    policy = Policy.load(name)
     for layer in model.layers:
         policy.check_model(len(model.layers), layer.kv_heads, layer.head_dim[0])
     return [layer.format for layer in policy.layers], policy.first, policy.recent

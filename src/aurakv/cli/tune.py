@@ -10,6 +10,7 @@ from typing import Any
 
 from ..codec import Format
 from ..errors import InputError
+from ..policy import FIRST
 from . import frame, loading
 
 
@@ -41,10 +42,10 @@ def add(subparsers: Any) -> None:
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--size", default="k4v4", metavar="FORMAT", help="no larger than this format (default k4v4)")
     goal.add_argument("--kl", type=frame.fraction, metavar="NATS", help="the smallest with at most this loss instead")
-    parser.add_argument("--percent", type=float, default=0.0, help="so much larger than --size (default 0)")
-    parser.add_argument("--first", type=frame.natural, default=4, metavar="TOKENS",
-                        help="of a sequence that stay uncompressed (default 4)")  # fmt: skip
-    parser.add_argument("--rounds", type=frame.natural, default=0,
+    parser.add_argument("--percent", type=float, help="so much larger than --size (default 0)")
+    parser.add_argument("--first", type=frame.natural, default=FIRST, metavar="TOKENS",
+                        help=f"of a sequence that stay uncompressed (default {FIRST})")  # fmt: skip
+    parser.add_argument("--rounds", type=frame.natural,
                         help="so often try widths nearby in the whole, with --size (default 0)")  # fmt: skip
     parser.add_argument("--context", type=frame.tokens, default=4096,
                         help="length at which sizes count; windows do not grow (default 4096)")  # fmt: skip
@@ -55,14 +56,21 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     from .. import tune
     from ..evaluation import measure, texts
+    from ..evaluation.results import Results
     from ..hf import AuraCache
     from ..hf.support import head_dim
 
     screen = frame.Screen(args)
     if args.out.suffix != ".json":
         raise InputError(f"--out must be a .json file, got {args.out}")
-    if not -50 <= args.percent <= 400:
-        raise InputError(f"--percent must be from -50 to 400, got {args.percent}")
+    if args.kl is not None and not (args.percent is None and args.rounds is None):
+        raise InputError("--percent and --rounds belong to --size: with --kl a policy is as small as its loss allows")
+    percent = args.percent or 0.0
+    if not -50 <= percent <= 400:
+        raise InputError(f"--percent must be from -50 to 400, got {percent}")
+    for path in filter(None, (args.out, args.resume)):
+        frame.in_folder(path)
+    state = Results(args.resume, tune.STATE)
     text = texts.builtin() if args.text is None else texts.read(args.text)
     loaded = loading.load(args, screen)
     config = loaded.model.config
@@ -76,12 +84,12 @@ def run(args: argparse.Namespace) -> None:
         policy = tune.calibrated(loaded.model, used, size.name, source, args.first)
     probe = ids[:, : args.probe]
     with screen.progress("layers alone", 4 * len(policy.layers)) as step:
-        layers = tune.sensitivities(loaded.model, policy, probe, args.context, args.resume, _report(step))
-    budget = sum(layer.share for layer in layers) * size.bytes_per_token * (1 + args.percent / 100)
+        layers = tune.sensitivities(loaded.model, policy, probe, args.context, state, _report(step))
+    budget = sum(layer.share for layer in layers) * size.bytes_per_token * (1 + percent / 100)
     budget -= tune.beside(policy, loaded.model.dtype.itemsize, args.context)
     formats = tune.choose(layers, policy.head_dim, **({"kl": args.kl} if args.kl is not None else {"budget": budget}))
     policy = tune.tuned(policy, formats)
-    for number in range(args.rounds if args.kl is None else 0):
+    for number in range(args.rounds or 0):
         with screen.progress(f"round {number + 1}", 4 * len(policy.layers)) as step:
             before, policy = policy, tune.refined(loaded.model, policy, probe, args.context, budget, _report(step))
         if policy is before:

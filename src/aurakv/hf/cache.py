@@ -11,9 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .. import backends, checks
+from ..arguments import whole
 from ..codec import Format
 from ..errors import InputError
-from ..policy import LayerPolicy, Policy, shipped
+from ..policy import FIRST, ROLLBACK, LayerPolicy, Policy
 from .attention import NAME, register
 from .layer import AuraLayer
 from .shared import Options, Shared
@@ -21,7 +22,6 @@ from .support import head_dim, slots, turns
 
 Formats = str | Path | Policy | Callable[[int, int], str]
 AUTO, AUTO_FORMAT = "auto", "k4v4"
-FIRST = 4  # exact tokens unless a policy or a user says otherwise
 
 
 class AuraCache(Cache):  # type: ignore[misc]
@@ -48,16 +48,15 @@ class AuraCache(Cache):  # type: ignore[misc]
         first: int | None = None,
         recent: int | None = None,
         centre: bool = True,
-        rollback: int = 32,
+        rollback: int = ROLLBACK,
         backend: str | None = None,
         precision: str = "fast",
     ) -> None:
         auto = isinstance(format, str) and format == AUTO
         policy = _policy(AUTO_FORMAT if auto else format)
-        first = (FIRST if policy is None else policy.first) if first is None else first
-        recent = (0 if policy is None else policy.recent) if recent is None else recent
-        for name, number in (("first", first), ("recent", recent), ("rollback", rollback)):
-            checks.whole(name, number, 0)
+        first = (FIRST if policy is None else policy.first) if first is None else whole("first", first, 0)
+        recent = (0 if policy is None else policy.recent) if recent is None else whole("recent", recent, 0)
+        rollback = whole("rollback", rollback, 0)
         checks.options(precision, None)
         if backend is not None:
             backends.why_not(backend)  # refuses a name that does not exist; layers find out whether it can run
@@ -134,9 +133,7 @@ def attach(model: PreTrainedModel, format: Formats = AUTO, **options: Any) -> Au
 def _policy(format: Formats) -> Policy | None:
     if isinstance(format, Policy):
         return format
-    if isinstance(format, Path) or (isinstance(format, str) and (format.endswith(".json") or format in shipped())):
-        return Policy.load(format)
-    return None
+    return Policy.find(format) if isinstance(format, str | Path) else None
 
 
 def _policies(format: Formats, layers: Mapping[int, str], config: PreTrainedConfig) -> list[LayerPolicy]:

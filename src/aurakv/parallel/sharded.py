@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import checks
+from .. import arguments, checks
 from ..cache import KVCache
 from ..checks import Starts
 from ..codec import Format
@@ -83,7 +83,7 @@ class ShardedCache:
             value_offset=value_offset,
             growable=True,
         )
-        return cls._make(pool, seqs, Whole(block, chunk, None, exact or Exact(), None), backend, group)
+        return cls._make(pool, seqs, Whole(block, chunk, None, Exact.of(exact), None), backend, group)
 
     @classmethod
     def ring(
@@ -106,8 +106,7 @@ class ShardedCache:
         group: dist.ProcessGroup | None = None,
     ) -> ShardedCache:
         """The last `window` tokens of each sequence and its first `sinks`; each rank has its part of them."""
-        for name, number, least in (("window", window, 1), ("sinks", sinks, 0), ("rollback", rollback, 0)):
-            checks.whole(name, number, least)
+        kept = Kept.of(window, sinks, chunk, rollback)
         pool = PagePool(
             format,
             0,
@@ -118,8 +117,7 @@ class ShardedCache:
             value_offset=value_offset,
             growable=True,
         )
-        kept = Kept(window, sinks, chunk, rollback)
-        return cls._make(pool, seqs, Whole(block, chunk, kept, exact or Exact(), None), backend, group)
+        return cls._make(pool, seqs, Whole(block, kept.chunk, kept, Exact.of(exact), None), backend, group)
 
     @classmethod
     def paged(
@@ -135,21 +133,21 @@ class ShardedCache:
         group: dist.ProcessGroup | None = None,
     ) -> ShardedCache:
         """Sequences in the pages of a pool on each rank. Where one rank has no room for its part, all refuse."""
+        arguments.instance("pool", pool, PagePool)
         if pool.growable:
             raise InputError("a paged cache needs a pool of fixed size")
         if max_tokens is not None:
-            checks.whole("max_tokens", max_tokens, 1)
-        return cls._make(pool, seqs, Whole(block, chunk, None, exact or Exact(), max_tokens), backend, group)
+            max_tokens = arguments.whole("max_tokens", max_tokens, 1)
+        return cls._make(pool, seqs, Whole(block, chunk, None, Exact.of(exact), max_tokens), backend, group)
 
     @classmethod
     def _make(
         cls, pool: PagePool, seqs: int, whole: Whole, backend: str | None, group: dist.ProcessGroup | None
     ) -> ShardedCache:
         members, exact = Group(group), whole.exact
-        for name, number, least in (("seqs", seqs, 0), ("block", whole.block, 1), ("chunk", whole.chunk, 1)):
-            checks.whole(name, number, least)
-        for name, number in (("first", exact.first), ("recent", exact.recent), ("rollback", exact.rollback)):
-            checks.whole(name, number, 0)
+        seqs = arguments.whole("seqs", seqs, 0)
+        block, chunk = arguments.whole("block", whole.block, 1), arguments.whole("chunk", whole.chunk, 1)
+        whole = whole._replace(block=block, chunk=chunk)
         share = Share(whole.block, members.size)
         unit, reason = (16, "with exact tokens") if exact.first or exact.recent else (pool.page_size, "for these pages")
         if whole.block % pool.page_size or whole.block % unit:
@@ -273,8 +271,8 @@ class ShardedCache:
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from position `length` on."""
-        self.local._table.check_seq(seq)
-        checks.truncate(seq, length, self._lengths[seq])
+        seq = self.local._table.check_seq(seq)
+        length = checks.truncate(seq, length, self._lengths[seq])
         if self._windowed and 0 < length < self._highest[seq] - self._rollback:
             raise CapacityError(
                 f"sequence {seq} has been {self._highest[seq]} tokens long and can be rolled back by"
@@ -290,13 +288,12 @@ class ShardedCache:
 
     def fork(self, source: int, target: int) -> None:
         """Make sequence `target` a copy of `source`. Pages are shared until one of the two writes to them."""
-        self.local._table.check_seq(source)
-        self.local._table.check_seq(target)
+        source, target = self.local._table.check_seq(source), self.local._table.check_seq(target)
         self.reorder([source if seq == target else seq for seq in range(self.seqs)])
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Sequence i becomes what sequence index[i] was. The index may repeat, drop or add sequences."""
-        chosen = checks.listed(index)
+        chosen = checks.listed("index", index)
         self.local.reorder(chosen)
         self._lengths = [self._lengths[seq] for seq in chosen]
         self._highest = [self._highest[seq] for seq in chosen]

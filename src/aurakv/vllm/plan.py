@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ..codec import Format
 from ..errors import InputError
-from ..policy import LayerPolicy, Policy, shipped
+from ..policy import LayerPolicy, Policy
 
 KEY = "aurakv"  # of the switch: {"aurakv": "k4v4"}
 
@@ -32,7 +33,7 @@ class Plan:
             raise InputError(
                 f'{KEY} must be a format, a policy or a policy file, as in {{"{KEY}": "k4v4"}}, got {given!r}'
             )
-        return _parse(given)
+        return _parse(given, _stamp(given))
 
     def check_model(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Refuse a model that the plan is not for."""
@@ -45,18 +46,27 @@ class Plan:
         return LayerPolicy(self.format) if self.policy is None else self.policy.layers[number]
 
 
-@functools.lru_cache(maxsize=8)
-def _parse(given: str) -> Plan:
-    if not given.endswith(".json") and given not in shipped():
+@functools.lru_cache(maxsize=8)  # every layer asks
+def _parse(given: str, stamp: tuple[int, ...]) -> Plan:
+    policy, note = Policy.find(given), None
+    if policy is None:
         Format.parse(given, 64)
         return Plan(given)
-    policy, note = Policy.load(given), None
     if policy.first or policy.recent:
         note = (
             f"policy {given} keeps its first {policy.first} and most recent {policy.recent} tokens exact; vLLM's blocks"
             " have no place for them, so all tokens are stored in the formats of their layers"
         )
     return Plan(f"policy {given}", replace(policy, first=0, recent=0), note)
+
+
+def _stamp(given: str) -> tuple[int, ...]:
+    """Another one when a file of this name, if there is one, was written again."""
+    try:
+        found = os.stat(given)
+    except (OSError, ValueError):
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def shard(layer: LayerPolicy, rank: int, ranks: int, kv_heads: int) -> LayerPolicy:
