@@ -1,7 +1,12 @@
+import contextlib
+
 import pytest
 import torch
 
 from aurakv import backends
+
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401  # torch's compilers need it, and it cannot be imported after Python's own distutils
 
 torch.set_num_threads(1)  # the cases are small, and several test processes share the cores
 
