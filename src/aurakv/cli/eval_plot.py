@@ -70,7 +70,7 @@ def _panel(axis: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
     axis.set_xscale("log")
     axis.grid(color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
-    axis.margins(0.16)
+    axis.margins(x=0.2, y=0.16)
     _ticks(axis, points)
     _labels(axis, points)
     texts = len({row["text"] for row in rows})
@@ -82,7 +82,8 @@ def _panel(axis: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
 def _ticks(axis: Any, points: Mapping[str, tuple[float, float]]) -> None:
     """Round numbers on both axes."""
     xs, ys = zip(*points.values(), strict=True)
-    sizes = [m * 10**e for e in range(1, 7) for m in (1, 1.5, 2, 3, 4, 5, 6, 8)]
+    steps = (1, 1.5, 2, 3, 4, 6) if max(xs) > 4 * min(xs) else (1, 1.5, 2, 3, 4, 5, 6, 8)  # names need room
+    sizes = [m * 10**e for e in range(1, 7) for m in steps]
     losses = [m * 10.0**e for e in range(-6, 2) for m in (1, 2, 5)]
     axis.set_xticks(_between(sizes, xs), [f"{x:,.0f}" for x in _between(sizes, xs)])
     axis.set_yticks(_between(losses, ys), [f"{y:g}" for y in _between(losses, ys)])
