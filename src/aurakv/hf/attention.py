@@ -14,7 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import InputError
-from .layer import Handle, hf_attend
+from .handles import Handle
+from .layer import hf_attend
 from .shared import FOREVER
 
 NAME = "aurakv"  # a name with sdpa, flash or flex_attention in it would be treated as one of those

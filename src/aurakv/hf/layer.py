@@ -1,4 +1,4 @@
-"""AuraLayer: one layer of a cache for transformers, and the handles that carry it to the attention function.
+"""AuraLayer: one layer of a cache for transformers.
 
 `update` stores nothing yet. It returns handles, and whoever computes attention decides: the attention function `aurakv`
 appends the new tokens without their padding and attends on the codes; any other function sees decoded tensors. Tokens
@@ -14,11 +14,10 @@ import copy
 import functools
 import itertools
 import weakref
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache import KVCache
@@ -32,6 +31,7 @@ from ..scoring import Scoring
 from ..steps import balanced_keys
 from .beginning import Beginning
 from .columns import Columns
+from .handles import Handle, Step
 from .shared import Options, Shared
 
 _numbers = itertools.count()
@@ -98,12 +98,12 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         """Whether the first tokens have a say in how they are stored."""
         return self.options.centre or self.options.widen
 
-    def _begin(self, new: Beginning, scoring: Scoring | None) -> None:
-        """Make a cache for what is to come, of which `new` are the first tokens."""
+    def _begin(self, new: Beginning, scoring: Scoring | None) -> KVCache:
+        """A cache for what is to come, of which `new` are the first tokens."""
         coded = Format.parse(self.policy.format, (new.k.shape[3], new.v.shape[3])).key.coded
         self.beginning = None if new.enough or not coded else new.first(0)
-        self._make(LayerPolicy("k16v16") if self._waits else self._chosen(new, scoring), new)
         self.columns = Columns(new.k.shape[0])
+        return self._make(LayerPolicy("k16v16") if self._waits else self._chosen(new, scoring), new)
 
     def _chosen(self, begun: Beginning, scoring: Scoring | None) -> LayerPolicy:
         """How tokens are stored, from the first ones."""
@@ -115,7 +115,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             policy = measured(policy.format, begun.k, begun.q, begun.real, turns)
         return self._guarded(policy, begun, scoring)
 
-    def _make(self, policy: LayerPolicy, begun: Beginning) -> None:
+    def _make(self, policy: LayerPolicy, begun: Beginning) -> KVCache:
         """An empty cache."""
         k, v = begun.k, begun.v
         seqs, kv_heads, _, key_dim = k.shape
@@ -135,24 +135,25 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             self.cache = KVCache.ring(format, seqs, kv_heads, self.window, rollback=rollback, **options)
         self.balance = None if policy.balance is None else policy.balance.to(k.device)
         self.dtype, self.device, self.is_initialized = k.dtype, k.device, True
+        return self.cache
 
     def _watch(self, new: Beginning, scoring: Scoring | None) -> KVCache:
         """Note tokens that are about to be stored, and when there are enough, decide how, and compress those so far."""
-        if self.cache is None:
-            self._begin(new, scoring)
-        if self.beginning is not None:
-            begun = self.beginning = self.beginning.first(self.columns.total).followed(
-                new
-            )  # what was refused is not there
-            if begun.enough:
-                waits, self.beginning = self._waits, None
-                policy = self._chosen(begun, scoring)
-                if waits:
-                    self._make(policy, begun)
-                    k, v, starts = begun.first(self.columns.total).rows()
-                    cast("KVCache", self.cache).append(balanced_keys(k, self.balance), v, starts)
-        assert self.cache is not None
-        return self.cache
+        cache = self._begin(new, scoring) if self.cache is None else self.cache
+        if self.beginning is None:
+            return cache
+        stored = self.beginning.first(self.columns.total)  # what was noted and then refused is not
+        begun = self.beginning = stored.followed(new)
+        if not begun.enough:
+            return cache
+        waits, self.beginning = self._waits, None
+        policy = self._chosen(begun, scoring)
+        if not waits:
+            return cache
+        cache = self._make(policy, begun)
+        k, v, starts = stored.rows()
+        cache.append(balanced_keys(k, self.balance), v, starts)
+        return cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Any]:
         step = Step(self, key_states, value_states)
@@ -231,9 +232,9 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     def bytes_held(self) -> int:
         if self.cache is None:
             return 0
-        beside = (x for x in (self.balance, self.beginning) if x is not None)
-        numbers = sum(x.nbytes if isinstance(x, Tensor) else x.bytes_held for x in beside)
-        return self.cache.bytes_held + self.columns.bytes_held + numbers
+        balance = 0 if self.balance is None else self.balance.nbytes
+        beginning = 0 if self.beginning is None else self.beginning.bytes_held
+        return self.cache.bytes_held + self.columns.bytes_held + balance + beginning
 
     # attention
 
@@ -304,7 +305,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         return dense[0] if self.balance is None else (dense[0] / self.balance[:, None]).to(dtype), dense[1]
 
     def _balanced(self, k: Tensor) -> Tensor:
-        return k if self.balance is None else k.float() * self.balance[:, None]
+        return k if self.balance is None else balanced_keys(k, self.balance[:, None])
 
     def _append(self, cache: KVCache, k: Tensor, v: Tensor) -> None:
         """All tokens are real; keys are balanced."""
@@ -343,76 +344,6 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check_batch(self, k: Tensor) -> None:
         if self.cache is not None and k.shape[0] != self.columns.seqs:
             raise InputError(f"this cache holds {self.columns.seqs} sequences, got a batch of {k.shape[0]}")
-
-
-class Step:
-    """New tokens of a layer [seqs, kv_heads, t, dim], used once: by attention on codes, or decoded."""
-
-    __slots__ = ("dense", "layer", "new")
-
-    def __init__(self, layer: AuraLayer, k: Tensor, v: Tensor) -> None:
-        self.layer, self.new = layer, (k, v)
-        self.dense: tuple[Tensor, Tensor] | None = None
-
-    def decoded(self) -> tuple[Tensor, Tensor]:
-        if self.dense is None:
-            self.dense = self.layer.decoded(*self.new)
-        return self.dense
-
-
-class Handle:
-    """What `update` returns for keys or values: no tensor, but one for every torch function, by decoding."""
-
-    __slots__ = ("side", "step")
-
-    def __init__(self, step: Step, side: int) -> None:
-        self.step, self.side = step, side
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.step.decoded()[self.side]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.step.new[self.side].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.step.new[self.side].device
-
-    @property
-    def shape(self) -> torch.Size:
-        if self.step.dense is not None:
-            return self.tensor.shape
-        new = self.step.new[self.side]
-        return torch.Size((*new.shape[:2], self.step.layer.get_mask_sizes(new.shape[2])[0], new.shape[3]))
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        return self.shape if dim is None else self.shape[dim]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("step", "side"):
-            raise AttributeError(name)
-        return getattr(self.tensor, name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor[index]
-
-    def __mul__(self, other: Any) -> Any:
-        return self.tensor * other
-
-    __rmul__ = __mul__
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.tensor @ other
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return other @ self.tensor
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda x: x.tensor if isinstance(x, Handle) else x, (args, kwargs or {}))
-        return function(*args, **kwargs)
 
 
 @torch.library.custom_op("aurakv::hf_attend", mutates_args=("token",))

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..calibrate import SINKS, Moments
 from .attention import attention, mask
 from .cache import AuraCache
-from .layer import Handle
+from .handles import Handle
 
 _NAME = "aurakv-observed"
 
