@@ -294,6 +294,37 @@ def test_long_append(name, dim, dtype):
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("recent", [0, 8])
+@pytest.mark.parametrize(("name", "precision"), [("k4v4", "fast"), ("k4v4", "exact"), ("k5v3", "fast")])
+def test_steps_of_a_cache(name, precision, recent):
+    """Exact tokens, offset and balance over a prompt and steps of one token, like the reference in float32."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    seqs, kv_heads, dim = 3, 2, 128
+    offset = torch.randn(kv_heads, dim, generator=generator, device="cuda")
+    balance = torch.rand(kv_heads, dim, generator=generator, device="cuda") + 0.5
+
+    def cache(backend, dtype):
+        options = {"key_offset": offset, "backend": backend, "device": "cuda"}
+        exact = kv.Exact(4, recent, dtype)
+        return kv.KVCache.contiguous(Format.parse(name, dim), seqs, kv_heads, exact=exact, **options)
+
+    ours, other = cache("triton", torch.bfloat16), cache("reference", torch.float32)
+    for count in (2, 90, *[1] * 40):
+        q, k, v = (
+            torch.randn(seqs * count, heads, dim, generator=generator, device="cuda").bfloat16()
+            for heads in (8, kv_heads, kv_heads)
+        )
+        starts = None if count == 1 else [i * count for i in range(seqs + 1)]
+        with torch.inference_mode():
+            got = ours.step(q, k, v, starts, balance=balance, precision=precision)
+            wanted = other.step(q.float(), k.float(), v.float(), starts, balance=balance)
+        error = (got.out.float() - wanted.out).norm() / wanted.out.norm()
+        assert error < 0.01, (count, float(error))  # bfloat16 results alone are 2e-3
+    assert ours.lengths == other.lengths
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_graph_append_that_does_not_fit():
     pages = make_pages("k4v4", 64, 2, 32, 2, 16)
     pages.lengths.copy_(torch.tensor([31, 5]))

@@ -15,7 +15,7 @@ from aurakv.backends import reference
 from aurakv.checks import starts as check_starts
 from aurakv.codec import Codec, Format
 from aurakv.pages import Pages, allocate, parts
-from aurakv.partial import Partial
+from aurakv.partial import Partial, merge
 from aurakv.scoring import Scoring
 
 triton = pytest.importorskip("triton")
@@ -284,6 +284,39 @@ def test_sink_logits() -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_exact_first_tokens_and_balance(group: int, dim: int) -> None:
+    """Raw first tokens scored by the way, and balanced queries, are what separate calls give."""
+    lengths, first = [300, 2, 0, 65], 4
+    pages = make_pages(CUBIC, dim, lengths, 2, 64)
+    offsets = torch.randn(2, 2, dim, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
+    pages = dataclasses.replace(pages, key_offset=offsets[0], value_offset=offsets[1])
+    raw = Codec(dim, 16, dtype=torch.bfloat16)
+    exact = Pages(
+        Format(raw, raw), 4, torch.zeros(5, 2, Format(raw, raw).layout(4).bytes, dtype=torch.uint8, device="cuda"),
+        torch.tensor([[3], [0], [2], [4]], dtype=torch.int32, device="cuda"),
+        torch.tensor([min(n, first) for n in lengths], dtype=torch.int32, device="cuda"),
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+    )  # fmt: skip
+    exact.data.view(torch.bfloat16).normal_()
+    q, scoring = make_queries(pages, group, torch.bfloat16), Scoring(first=first)
+    balance = torch.rand(2, dim, device="cuda") + 0.5
+    assert fast_attend.serves_exact(q, pages, exact, scoring)
+    starts = check_starts("starts", None, 4, 4, q.device)
+    sinks = torch.randn(2 * group, device="cuda")
+    got = fast_attend.attend_fast(q, pages, starts, pages.lengths, scoring, sinks, None, None, exact, balance)
+    x = (q.double().unflatten(1, (2, -1)) / balance[:, None]).flatten(1, 2)
+    parts = [
+        reference.attend(x, pages, starts, pages.lengths, scoring, sinks, None, "exact", None),
+        reference.attend(
+            x, exact, starts, pages.lengths, dataclasses.replace(scoring, exact=True), None, None, "exact", None
+        ),
+    ]
+    close(got, merge(*parts))
+
+
+@needs_gpu
 @pytest.mark.parametrize("splits", [1, 2, 7, 40])
 def test_splits_change_nothing(splits: int) -> None:
     pages = make_pages(MINIFLOAT, 128, [3000, 10, 500], 2, 64)
@@ -419,6 +452,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
     fixed = {"GROUP": group, "ROWS": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True}
     fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
     fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": not several}
+    fixed |= {"BALANCE": several}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
     both = 2 if key.bits == value.bits != 3 else 1
 
@@ -436,6 +470,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         **dict.fromkeys(("cap", "score_scale", "bias_scale", "value_scale", "value_shift"), "fp32"),
         **dict.fromkeys(fixed, "constexpr"),
         "q": "*bf16",
+        "balance": "*fp32",
         "codes": "*i16",
     }
     options = {"num_warps": 1, "maxnreg": fast_attend._registers(format, group)}
@@ -481,12 +516,12 @@ def test_merge_compiles(together: int, several: bool) -> None:
         "SINKS": several,
     }
     fixed |= {"SEVERAL": several, "LOGITS": several, "KEY_OFFSET": several, "VALUE_OFFSET": several, "CHUNK": 32}
-    fixed |= {"HEADS": together, "ACROSS": across}
-    floats = ("pieces", "lses", "lse_out", "sink_logits", "signs", "key_offset", "value_offset")
+    fixed |= {"HEADS": together, "ACROSS": across, "EXACT": not several, "BALANCE": not several}
+    floats = ("pieces", "lses", "lse_out", "sink_logits", "signs", "key_offset", "value_offset", "balance")
     types = {
         **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("lengths", "ends", "starts"), "*i32"),
-        **dict.fromkeys(("q", "out"), "*bf16"),
+        **dict.fromkeys(("lengths", "ends", "starts", "exact_table", "exact_lengths"), "*i32"),
+        **dict.fromkeys(("q", "out", "exact"), "*bf16"),
         **dict.fromkeys(fixed, "constexpr"),
         "bias_scale": "fp32",
     }

@@ -141,6 +141,38 @@ def attend_dense(
     return Partial(part.out.to(q.dtype), part.lse.double() if q.dtype == torch.float64 else part.lse)
 
 
+def prepare_step(
+    pages: Pages,
+    beside: Pages | None,
+    beside_too: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    scoring: Scoring,
+    splits: int | None,
+    precision: str,
+    balance: Tensor | None,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]:
+    """A function that appends and attends, for arguments with just these shapes, strides and dtypes.
+
+    Exact tokens lie in `beside`, if any, which may get the new tokens, too.
+    """
+    from . import step
+
+    double = q.dtype == torch.float64
+    precision = "exact" if double else precision
+    options = (pages, beside, beside_too, _single(q), _single(k), _single(v), bounds, scoring, splits, precision)
+    run = step.prepare(*options, balance)
+
+    @_where_it_lies
+    def whole_step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
+        part = run(_single(q), _single(k), _single(v), sink_logits)
+        return Partial(part.out.double(), part.lse.double()) if double else part
+
+    return whole_step
+
+
 def _single(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float64 else x
 

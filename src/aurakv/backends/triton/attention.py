@@ -118,7 +118,7 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
         for exact in (False, True)
     ]
     sizes = [make_workspace(plan, pages.format, tokens * heads).bytes for plan in plans]
-    fast = _fast()
+    fast = fast_path()
     if fast is not None and fast.why_not_format(pages.format) is None:
         sizes.append(fast.workspace_bytes_fast(pages, tokens, heads, splits))
     extend = _extend()
@@ -138,7 +138,7 @@ def attend(
     precision: str,
     workspace: Tensor | None,
 ) -> Partial:
-    fast = _fast()
+    fast = fast_path()
     if fast is not None and fast.why_not_fast(q, pages, starts, scoring, precision) is None:
         part: Partial = fast.attend_fast(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
         return part
@@ -314,7 +314,7 @@ def _pieces(
 
 
 @functools.cache
-def _fast() -> Any:
+def fast_path() -> Any:
     """The decode path for Hopper and newer GPUs, if this Triton has what it is written in."""
     if INTERPRETED.value or not torch.cuda.is_available():
         return None

@@ -28,6 +28,7 @@ WIDTHS = {2: (128, 256), 3: (128,), 4: (64, 128, 256), 8: (64, 128, 256)}  # dim
 MAX_SEQS = 1024
 MAX_ROWS = 8  # of a job
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
+MAX_EXACT = 16  # first tokens that `fast_merge` scores
 STAGES = 2
 
 
@@ -79,8 +80,13 @@ def attend_fast(
     sink_logits: Tensor | None,
     splits: int | None,
     workspace: Tensor | None,
+    exact: Pages | None = None,
+    balance: Tensor | None = None,
 ) -> Partial:
-    """`reference.attend` for the calls that `why_not_fast` lets pass. Reads no device memory on the host."""
+    """`reference.attend` for the calls that `why_not_fast` lets pass. Reads no device memory on the host.
+
+    exact: pages of raw vectors of the first tokens, if `serves_exact`: they are scored, too. balance: float32, what q
+    is divided by."""
     tokens, heads, dim = q.shape
     format, device, group, seqs = pages.format, q.device, heads // pages.kv_heads, pages.seqs
     levels = fast_levels.levels(format)
@@ -116,28 +122,49 @@ def attend_fast(
     keys, values, scales = _descriptors(pages)
     layout = format.layout(pages.page_size)
     fast_kernel.fast_decode[(programs,)](
-        keys, values, scales, pages.data.view(torch.int16), q, _signs(format.key, device), _constants(levels, device),
+        keys, values, scales, pages.data.view(torch.int16), q, q if balance is None else balance,
+        _signs(format.key, device), _constants(levels, device),
         lse if key_offset is None else key_offset, pages.table, pages.lengths, ends, starts, pieces, lses,
         seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
         q.stride(0), programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and key_offset is not None, STAGES=STAGES,
-        WHOLE=pages.page_size % _tile(pages) == 0, **flags, num_warps=1, maxnreg=_registers(format, rows),
+        WHOLE=pages.page_size % _tile(pages) == 0, BALANCE=balance is not None, **flags,
+        num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
     together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
     across = min(16, max(4, chunk * dim // 2048)) if together == 1 else 1
     fast_merge.fast_merge[(jobs, -(-rows // together))](
         pieces, lses, out, lse, lse if sink_logits is None else sink_logits, _signs(format.value, device),
-        q, lse if key_offset is None else key_offset, lse if value_offset is None else value_offset,
-        pages.lengths, ends, starts, seqs, tokens, pages.kv_heads, *scan, multiplier, q.stride(0), programs,
-        out.stride(0),
+        q, q if balance is None else balance,
+        lse if key_offset is None else key_offset, lse if value_offset is None else value_offset,
+        pages.lengths, ends, starts, *_raw_vectors(exact, q, ends),
+        seqs, tokens, pages.kv_heads, *scan, multiplier, q.stride(0), programs, out.stride(0),
         LOGITS=sink_logits is not None, KEY_OFFSET=key_offset is not None and cap is None,
-        VALUE_OFFSET=value_offset is not None, CHUNK=chunk, HEADS=together, ACROSS=across, **flags,
+        VALUE_OFFSET=value_offset is not None, EXACT=exact is not None, BALANCE=balance is not None,
+        CHUNK=chunk, HEADS=together, ACROSS=across, **flags,
         num_warps=max(across, min(4, together)), launch_pdl=True,
     )  # fmt: skip
     return Partial(out, lse)
+
+
+def serves_exact(q: Tensor, pages: Pages, exact: Pages, scoring: Scoring) -> bool:
+    """Whether `attend_fast`, with one query for each sequence, scores a few exact first tokens by the way."""
+    key, value = exact.format.key, exact.format.value
+    same = exact.table.shape[1] == 1 and not exact.ring and key.dim == value.dim and key.dtype == value.dtype
+    small = key.dtype != torch.float32 and scoring.first <= MAX_EXACT and q.shape[1] <= MAX_ROWS * pages.kv_heads
+    return same and small and not scoring.recent and scoring.window is None and scoring.softcap is None
+
+
+def _raw_vectors(exact: Pages | None, q: Tensor, ends: Tensor) -> tuple[Tensor | int, ...]:
+    """What `fast_merge` needs to know about them."""
+    if exact is None:
+        return q, ends, ends, 0, 0, 0
+    layout = exact.format.layout(exact.page_size)
+    data = exact.data.view(exact.format.key.dtype)
+    return data, exact.table, exact.lengths, data.shape[2], layout.key_codes // 2, layout.value_codes // 2
 
 
 class Plan(NamedTuple):

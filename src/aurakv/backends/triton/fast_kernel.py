@@ -9,9 +9,9 @@ In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] in
      size one [pages · kv_heads, key or value, …], of 3 bits [pages · kv_heads, 1, page_size, 24 of 32], which only say
      where a tile goes: 3 bits are read from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
      keys_at · 8 and values_at · 8; scales: descriptor [pages · kv_heads, key or value, page_size] float16; q
-     [tokens, heads, DIM], strided; signs float32 [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4
-     for values (fast_levels), lanes of even columns; offset float32 [kv_heads, DIM] if OFFSET, which soft caps need;
-     starts [seqs + 1] if SEVERAL.
+     [tokens, heads, DIM], strided, divided by balance float32 [kv_heads, DIM] if BALANCE; signs float32 [DIM]:
+     key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4 for values (fast_levels), lanes of even columns;
+     offset float32 [kv_heads, DIM] if OFFSET, which soft caps need; starts [seqs + 1] if SEVERAL.
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
 Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
@@ -64,8 +64,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def load_query(
-    q, signs, offset, job, begin, count, blocks, q_stride,
-    SCAN: gl.constexpr, OFFSET: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
+    q, balance, signs, offset, job, begin, count, blocks, q_stride,
+    SCAN: gl.constexpr, OFFSET: gl.constexpr, BALANCE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """The rotated queries of a job [HEADS, DIM] and their products with the key offset."""
     GROUP: gl.constexpr = SCAN.group
@@ -82,6 +82,8 @@ def load_query(
         at = begin * q_stride + (job * GROUP + h) * DIM
         m_row = h < GROUP
     x = gl.load(q + at[:, None] + d[None, :], mask=m_row[:, None] & (d >= 0)[None, :], other=0.0).to(gl.float32)
+    if BALANCE:
+        x = x / gl.load(balance + kv_head * DIM + d)[None, :]
     y = hadamard(x * gl.load(signs + d)[None, :], HEADS, DIM)
     if OFFSET:
         bias = gl.sum(x * gl.load(offset + kv_head * DIM + d)[None, :], 1)
@@ -101,13 +103,13 @@ def capped(s, cap, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def fast_decode(
-    keys, values, scales, codes, q, signs, constants, offset, table, lengths, ends, starts, pieces, lses,
+    keys, values, scales, codes, q, balance, signs, constants, offset, table, lengths, ends, starts, pieces, lses,
     seqs, tokens, kv_heads, width, pinned, page_tiles, first, recent, window, sinks, cap,
     score_scale, bias_scale, value_scale, value_shift, q_stride, programs, piece_size, page_size, keys_at, values_at,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
     LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr, WINDOW: gl.constexpr,
     SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr,
-    WHOLE: gl.constexpr,
+    WHOLE: gl.constexpr, BALANCE: gl.constexpr,
 ):  # fmt: skip
     KU: gl.constexpr = copy_units(KEY_BITS, DIM)
     VU: gl.constexpr = copy_units(VALUE_BITS, DIM)
@@ -218,7 +220,9 @@ def fast_decode(
     while left > 0:
         n = gl.minimum(span[1] - tile, left)
         begin, count, blocks = query_rows(seq, starts, tokens, SCAN)
-        y, bias = load_query(q, signs, offset, job, begin, count, blocks, q_stride, SCAN, OFFSET, HEADS, DIM)
+        y, bias = load_query(
+            q, balance, signs, offset, job, begin, count, blocks, q_stride, SCAN, OFFSET, BALANCE, HEADS, DIM
+        )
         parts, step = split_query(y, score_scale, KEY_BITS, HEADS, DIM)
         s_query.store(parts)
         queries = ()

@@ -1,8 +1,10 @@
 """The second kernel of the fast decode path: pieces of jobs to results.
 
-In: pieces and lses as `fast_decode` leaves them; lengths, ends, starts, q as there; sink_logits: learned logits [heads]
-if LOGITS; key_offset, value_offset float32 [kv_heads, DIM] if KEY_OFFSET (its products with queries are then added to
-the scores here) and VALUE_OFFSET.
+In: pieces and lses as `fast_decode` leaves them; lengths, ends, starts, q, balance as there; sink_logits: learned
+logits [heads] if LOGITS; key_offset, value_offset float32 [kv_heads, DIM] if KEY_OFFSET (its products with queries are
+then added to the scores here) and VALUE_OFFSET; if EXACT, the first tokens of each sequence as raw vectors: `exact`,
+pieces of exact_size numbers with keys at exact_keys and values at exact_values, one page a sequence, exact_lengths of
+them.
 Out: out [tokens, heads, DIM] in its dtype, lse_out float32 [tokens, heads], natural logarithm.
 The launcher guarantees: the same programs, scan and SCAN as for `fast_decode`; launched to overlap its end.
 """
@@ -21,12 +23,13 @@ from .fast_schedule import add, make_scan, query_rows, seen
 
 @gluon.jit
 def fast_merge(
-    pieces, lses, out, lse_out, sink_logits, signs, q, key_offset, value_offset, lengths, ends, starts,
+    pieces, lses, out, lse_out, sink_logits, signs, q, balance, key_offset, value_offset, lengths, ends, starts,
+    exact, exact_table, exact_lengths, exact_size, exact_keys, exact_values,
     seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs, out_stride,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr,
     CLIP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SEVERAL: gl.constexpr,
-    LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr,
-    CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr,
+    LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, EXACT: gl.constexpr,
+    BALANCE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
     """Put the pieces of HEADS rows of a job together, CHUNK at a time, and rotate the results back.
 
@@ -83,13 +86,16 @@ def fast_merge(
     o_token = begin + row // GROUP
     d = gl.arange(0, DIM, layout=COORDINATE)
     b_sign = gl.load(signs + d)
-    if KEY_OFFSET:
+    o_kv_head = gl.where(known, kv_head, 0) * DIM
+    bias = gl.zeros([HEADS], gl.float32, HEAD)
+    if KEY_OFFSET or EXACT:
         p_q = q + (o_token * q_stride + head * DIM)[None, :, None] + d[None, None, :]
         b_q = gl.load(p_q, mask=m_row[None, :, None] & (d >= 0)[None, None, :], other=0.0).to(gl.float32)
-        b_offset = gl.load(key_offset + gl.where(known, kv_head, 0) * DIM + d)
+        if BALANCE:
+            b_q = b_q / gl.load(balance + o_kv_head + d)[None, None, :]
+    if KEY_OFFSET:
+        b_offset = gl.load(key_offset + o_kv_head + d)
         bias = gl.sum(gl.sum(b_q * b_offset[None, None, :], 2), 0) * bias_scale
-    else:
-        bias = gl.zeros([HEADS], gl.float32, HEAD)
     if LOGITS:
         top = gl.load(sink_logits + head, mask=m_row, other=0.0).to(gl.float32) * 1.4426950408889634
         other = gl.where(top == -float("inf"), 0.0, 1.0)
@@ -98,6 +104,22 @@ def fast_merge(
         other = gl.zeros([HEADS], gl.float32, HEAD)
     mass = gl.zeros([HEADS], gl.float32, HEAD)
     b_out = gl.zeros([HEADS, DIM], gl.float32, OUT)
+    o_column = gl.convert_layout(d, COLUMN)[None, :]
+    b_exact = gl.zeros([HEADS, DIM], gl.float32, OUT)  # not rotated; their weights are in `other`
+    if EXACT:
+        page = gl.load(exact_table + seq).to(gl.int64)
+        p_exact = exact + (page * kv_heads + gl.where(known, kv_head, 0)) * exact_size
+        visible = gl.minimum(gl.minimum(first, gl.load(exact_lengths + seq)), gl.load(ends + seq))
+        for t in range(0, gl.where(known, visible, 0)):
+            b_key = gl.load(p_exact + exact_keys + t * DIM + d).to(gl.float32)
+            b_value = gl.load(p_exact + exact_values + t * DIM + o_column).to(gl.float32)
+            score = gl.sum(gl.sum(b_q * b_key[None, None, :], 2), 0) * bias_scale
+            new = gl.maximum(top, score)
+            old = gl.where(top == new, 1.0, gl.exp2(top - new))
+            weight = gl.exp2(score - new)
+            other = other * old + weight
+            b_exact = b_exact * gl.convert_layout(old, ROW)[:, None] + gl.convert_layout(weight, ROW)[:, None] * b_value
+            top = new
     gdc_wait()
     for i in range(0, count, CHUNK):
         o_row = i + o_piece
@@ -114,15 +136,18 @@ def fast_merge(
         mass = mass * old + gl.sum(weight, 0)
         other = other * old
         b_out = b_out * gl.convert_layout(old, ROW)[:, None] + gl.sum(b_piece * gl.expand_dims(weight, 2), 0)
+        if EXACT:
+            b_exact = b_exact * gl.convert_layout(old, ROW)[:, None]
         top = new
     whole = mass + other
     inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
     b_out = b_out * gl.convert_layout(inverse, ROW)[:, None]
     b_out = b_out + (b_out - b_out)  # an infinity is damage: NaN
     y = hadamard(b_out, HEADS, DIM) * gl.convert_layout(b_sign, COLUMN)[None, :]
-    o_column = gl.convert_layout(d, COLUMN)[None, :]
+    if EXACT:
+        y += b_exact * gl.convert_layout(inverse, ROW)[:, None]
     if VALUE_OFFSET:
-        b_offset = gl.load(value_offset + gl.where(known, kv_head, 0) * DIM + o_column)
+        b_offset = gl.load(value_offset + o_kv_head + o_column)
         y += gl.convert_layout(mass * inverse, ROW)[:, None] * b_offset
     o_out = gl.convert_layout(o_token * out_stride + head * DIM, ROW)[:, None]
     m_out = gl.convert_layout(m_row.to(gl.int32), ROW)[:, None] > 0

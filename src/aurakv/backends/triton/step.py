@@ -1,0 +1,72 @@
+"""A step of a cache: append, then attend, with the exact tokens that lie beside the codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from ...pages import Pages
+from ...partial import Partial, join
+from ...scoring import Scoring
+from . import attention, store
+
+Step = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Partial]
+
+
+def prepare(
+    pages: Pages,
+    beside: Pages | None,
+    beside_too: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    scoring: Scoring,
+    splits: int | None,
+    precision: str,
+    balance: Tensor | None,
+) -> Step:
+    """A function that does a step for arguments with just these shapes, strides and dtypes, none of them float64.
+
+    Exact tokens lie in `beside`, if any, which may get the new tokens, too. On the fast path they cost no launch."""
+    one_each = bounds == list(range(len(bounds)))
+    starts = checks.starts("starts", None if one_each else bounds, pages.seqs, q.shape[0], pages.data.device)
+    factors = None if balance is None else balance.to(torch.float32).contiguous()
+    fast = attention.fast_path()
+    fused = (
+        one_each
+        and fast is not None
+        and fast.why_not_fast(q, pages, starts, scoring, precision) is None
+        and (beside is None or fast.serves_exact(q, pages, beside, scoring))
+    )
+
+    def step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
+        if factors is not None:
+            k = k * factors  # in float32
+        store.append(pages, k, v, starts)
+        if beside is not None and beside_too:
+            store.append(beside, k, v, starts)
+        if fused:
+            part: Partial = fast.attend_fast(
+                q, pages, starts, pages.lengths, scoring, sink_logits, splits, None, beside, factors
+            )
+            return part
+        x = q if factors is None else (q.unflatten(1, (pages.kv_heads, -1)) / factors[:, None]).flatten(1, 2)
+        part = attention.attend(x, pages, starts, pages.lengths, scoring, sink_logits, splits, precision, None)
+        if beside is not None:
+            raw = exact_scoring(scoring)  # sinks count once
+            part = join(part, attention.attend(x, beside, starts, pages.lengths, raw, None, splits, precision, None))
+        return Partial(part.out.to(q.dtype), part.lse)
+
+    return step
+
+
+@functools.lru_cache(maxsize=256)
+def exact_scoring(scoring: Scoring) -> Scoring:
+    """The same for the keys that are used uncompressed."""
+    return dataclasses.replace(scoring, exact=True)
