@@ -3,6 +3,7 @@
 Run with -s to see the figures.
 """
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -226,6 +227,9 @@ def test_append(compile_for, capability):
     store.append_codes(pages, *codes, torch.arange(5, dtype=torch.int32))
     assert set(seen) == {"append_kernel", "encode_kernel", "append_codes_kernel"}
     list(compile_for.report(seen, capability, "k4v4"))
+    centred = dataclasses.replace(pages, key_offset=torch.empty(2, 128))
+    store.append(centred, x, x, torch.arange(5, dtype=torch.int32), torch.empty(2, 128))
+    list(compile_for.report(seen, capability, "k4v4 with offset and balance"))
 
 
 @pytest.mark.parametrize(("capability", "most"), [(80, 166_912), (90, 232_448)])

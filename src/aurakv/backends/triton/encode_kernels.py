@@ -1,6 +1,7 @@
 """Encoding: rotate, quantise, scale, pack, and write to rows of bytes or to the slots of a page table.
 
-In: vectors [tokens, heads, dim] of any strides, float32/16/bfloat16; offset [heads, dim] float32 or none.
+In: vectors [tokens, heads, dim] of any strides, float32/16/bfloat16; change: (balance, offset), what they are
+multiplied by and what is subtracted then, [heads, dim] float32 each or none.
 Out: rows of packed codes with one scale each (Codec), or raw vectors at 16 bits.
 Constexprs: K, V, WRITER (tables.Writer), SIDE (tables.Encoder); HEADS; ROWS vectors at a time, LONG see
 slots.place_rows; SEQS see slots.find_block; RING. The launcher guarantees: lengths, table and overflow as in Pages;
@@ -38,8 +39,31 @@ def load_matrix(p_matrix, c, SIDE: tl.constexpr):
 
 
 @triton.jit
-def rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE: tl.constexpr):
-    """R (x − offset) / SIDE.post of vectors at p_row [rows], as a plane-major tile [rows, columns] in float32.
+def changed(x, change, o_head, o, m):
+    """Coordinates o of x [rows, …] as they are stored. o_head [rows]: where the head of a row begins in `change`."""
+    if change[0] is not None:
+        x = x.to(tl.float32) * tl.load(change[0] + (o_head[:, None] + o[None, :]), mask=m, other=0)
+    if change[1] is not None:
+        x = x.to(tl.float32) - tl.load(change[1] + (o_head[:, None] + o[None, :]), mask=m, other=0)
+    return x
+
+
+@triton.jit
+def add_product(y, x, b, SIDE: tl.constexpr):
+    """y + x b, whatever operands it takes."""
+    if SIDE.parts == 3:
+        high = x.to(SIDE.operand)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(SIDE.operand)
+        low = (rest - middle.to(tl.float32)).to(SIDE.operand)
+        return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b, y)))
+    else:
+        return tl.dot(x.to(SIDE.operand), b, y, input_precision="tf32x3")
+
+
+@triton.jit
+def rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE: tl.constexpr):
+    """R of changed vectors at p_row [rows], over SIDE.post, as a plane-major tile [rows, columns] in float32.
 
     b_matrix: load_matrix of all coordinates where these are one chunk."""
     o_chunk = tl.arange(0, SIDE.chunk)
@@ -47,22 +71,21 @@ def rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE: tl.constexp
     y = tl.zeros([p_row.shape[0], COLUMNS], tl.float32)
     for c in range(0, SIDE.dim, SIDE.chunk):
         x = tl.load(p_row[:, None] + (c + o_chunk)[None, :] * stride, mask=m_row[:, None], other=0)
-        if p_offset is not None:
-            x = x.to(tl.float32) - tl.load(p_offset[:, None] + (c + o_chunk)[None, :], mask=m_row[:, None], other=0)
+        x = changed(x, change, o_head, c + o_chunk, m_row[:, None])
         b_part = b_matrix
         if SIDE.chunk < SIDE.dim:
             b_part = load_matrix(p_matrix, c, SIDE)
         if SIDE.chunk < SIDE.dim:  # tensor cores cut long sums off instead of rounding them: parts are added outside
-            part = tl.dot(x.to(SIDE.operand), b_part, input_precision="tf32x3")
+            part = add_product(tl.zeros([p_row.shape[0], COLUMNS], tl.float32), x, b_part, SIDE)
             y = tl.fma(part, tl.full(part.shape, 1.0, tl.float32), y)
         else:
-            y = tl.dot(x.to(SIDE.operand), b_part, y, input_precision="tf32x3")
+            y = add_product(y, x, b_part, SIDE)
     return y
 
 
 @triton.jit
-def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_bounds, cells, p_data, p_scale,
-                DTYPE: tl.constexpr, WRITER: tl.constexpr):  # fmt: skip
+def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_levels, p_bounds, cells, p_data,
+                p_scale, DTYPE: tl.constexpr, WRITER: tl.constexpr):  # fmt: skip
     """Encode vectors at p_row [rows] into bytes at p_data [rows] and scales at p_scale [rows] of type DTYPE."""
     SIDE: tl.constexpr = WRITER.how
     COLUMNS: tl.constexpr = SIDE.columns
@@ -76,13 +99,14 @@ def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_
     if SIDE.bits == 16:
         m = m_row[:, None] & m_column
         x = tl.load(p_row[:, None] + o_coordinate[None, :] * stride, mask=m, other=0)
+        x = changed(x, (change[0], None), o_head, o_coordinate, m)  # raw vectors have no offset
         p = p_data.to(tl.pointer_type(DTYPE), bitcast=True)
         tl.store(p[:, None] + o_coordinate[None, :], cast(x, DTYPE), mask=m)
     else:
         if WRITER.factor:
             y = rotate_in_parts(p_row, stride, m_row, p_matrix, b_matrix, WRITER.factor, SIDE)
         else:
-            y = rotate(p_row, stride, p_offset, m_row, p_matrix, b_matrix, SIDE)
+            y = rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE)
         power = tl.sum(y * y, 1)
         unit = tl.full([p_row.shape[0]], 1.0, tl.float32)
         if tl.max((~((power > 1e-25) & (power < 1e25))).to(tl.int32), 0) > 0:
@@ -192,9 +216,6 @@ def encode_kernel(
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < n
     i_token, i_head = (o_row // HEADS).to(tl.int64), o_row % HEADS
-    p_offset = None
-    if offset is not None:
-        p_offset = offset + i_head * WRITER.how.dim
     p_scale = scale
     if scale is not None:
         p_scale = scale + o_row
@@ -204,7 +225,8 @@ def encode_kernel(
     b_matrix = whole_matrix(matrix, SIDE)
     cells = table_cells(bounds, WRITER)
     encode_rows(
-        p_row, stride_dim, p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, WRITER
+        p_row, stride_dim, (None, offset), i_head * SIDE.dim, m_row, matrix, b_matrix, levels, bounds, cells, p_data,
+        p_scale, DTYPE, WRITER,
     )  # fmt: skip
 
 
@@ -221,7 +243,7 @@ def prefetch_rows(p_row, m_row, SIDE: tl.constexpr):
 
 
 @triton.jit
-def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
+def append_side(x, stride, change, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
                 BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
                 LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Keys or values x of every so many-th block into the pages; whether one was refused."""
@@ -235,9 +257,6 @@ def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, cod
             pool, i_block, known, HEADS, LONG, RING, SEQS, ROWS
         )
         refused = refused | no
-        p_offset = None
-        if offset is not None:
-            p_offset = offset + i_head * SIDE.dim
         p_row = x + i_token.to(tl.int64) * stride[0] + i_head * stride[1]
         if LONG and not INTERPRETED:
             ahead = tl.num_programs(0) // HEADS * ROWS  # tokens to this program's next block, as a rule
@@ -248,7 +267,8 @@ def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, cod
         p_data = p_piece + codes + i_row.to(tl.int64) * BYTES
         p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
         encode_rows(
-            p_row, stride[2], p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, WRITER
+            p_row, stride[2], change, i_head * SIDE.dim, m_row, matrix, b_matrix, levels, bounds, cells, p_data,
+            p_scale, DTYPE, WRITER,
         )  # fmt: skip
     return refused
 
@@ -263,6 +283,7 @@ def append_kernel(
     v_token,
     v_head,
     v_dim,
+    key_balance,
     key_offset,
     value_offset,
     key_matrix,
@@ -306,13 +327,13 @@ def append_kernel(
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
     if tl.program_id(1) == 0:
         refused = append_side(
-            k, (k_token, k_head, k_dim), key_offset, key_matrix, key_levels, key_bounds, data, page_bytes, key_codes,
-            key_scales, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, RING, SEQS, ROWS,
+            k, (k_token, k_head, k_dim), (key_balance, key_offset), key_matrix, key_levels, key_bounds, data,
+            page_bytes, key_codes, key_scales, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, RING, SEQS, ROWS,
         )  # fmt: skip
     else:
         refused = append_side(
-            v, (v_token, v_head, v_dim), value_offset, value_matrix, value_levels, value_bounds, data, page_bytes,
-            value_codes, value_scales, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, RING, SEQS, ROWS,
+            v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, data,
+            page_bytes, value_codes, value_scales, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, RING, SEQS, ROWS,
         )  # fmt: skip
     advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
 

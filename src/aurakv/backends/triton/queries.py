@@ -37,7 +37,7 @@ def prepare_rows(p_row, stride, p_offset, m_row, p_matrix, multiplier, K: tl.con
         x = tl.load(p_row[:, None] + o_coordinate[None, :] * stride, mask=m, other=0)
         return x.to(K.operand), x.to(K.operand), factor, bias
     else:
-        y = rotate(p_row, stride, None, m_row, p_matrix, whole_matrix(p_matrix, ROTATE), ROTATE)
+        y = rotate(p_row, stride, (None, None), None, m_row, p_matrix, whole_matrix(p_matrix, ROTATE), ROTATE)
         factor *= ROTATE.post
         if p_offset is not None:
             bias = offset_scores(p_row, stride, p_offset, m_row, ROTATE) * multiplier
@@ -117,7 +117,7 @@ def prepare_integers_kernel(
     o_out = i_token * heads + head
     m_row = o_out < n
     p_row = q + i_token * q_token + head * q_head
-    y = rotate(p_row, q_dim, None, m_row, matrix, whole_matrix(matrix, ROTATE), ROTATE)
+    y = rotate(p_row, q_dim, (None, None), None, m_row, matrix, whole_matrix(matrix, ROTATE), ROTATE)
     bias = tl.zeros([ROWS], tl.float32)
     if offset is not None:
         bias = offset_scores(p_row, q_dim, offset + i_head * ROTATE.dim, m_row, ROTATE) * multiplier

@@ -46,11 +46,9 @@ def prepare(
     )
 
     def step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
-        if factors is not None:
-            k = k * factors  # in float32
-        store.append(pages, k, v, starts)
+        store.append(pages, k, v, starts, factors)
         if beside is not None and beside_too:
-            store.append(beside, k, v, starts)
+            store.append(beside, k, v, starts, factors)
         if fused:
             part: Partial = fast.attend_fast(
                 q, pages, starts, pages.lengths, scoring, sink_logits, splits, None, beside, factors

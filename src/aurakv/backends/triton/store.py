@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ... import checks
@@ -67,11 +66,13 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
     return Codes(data, scale)
 
 
-def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
+def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, balance: Tensor | None = None) -> None:
+    """balance: float32 [kv_heads, dim], what keys are multiplied by, contiguous."""
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
     if tokens == 0:
         return
-    sides = (key, k.dtype, pages.key_offset is not None), (value, v.dtype, pages.value_offset is not None)
+    changed = balance is not None or pages.key_offset is not None, pages.value_offset is not None
+    sides = (key, k.dtype, changed[0]), (value, v.dtype, changed[1])
     n = tokens * pages.kv_heads
     k_how, v_how = (tables.writer(*side) for side in sides)
     rows = _rows(n, k_how, v_how)
@@ -94,6 +95,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         *k.stride(),
         v,
         *v.stride(),
+        balance,
         pages.key_offset,
         pages.value_offset,
         k_matrix,
@@ -178,5 +180,5 @@ def _resources(many: bool, *sides: tables.Writer) -> dict[str, int]:
 
 def _rows(n: int, *sides: tables.Writer) -> int:
     """Few vectors spread over many programs; many share the rotation matrix, as far as registers allow."""
-    light = all(side.how.columns <= 256 and (side.how.bits == 16 or side.how.operand != tl.float32) for side in sides)
+    light = all(side.how.columns <= 256 and (side.how.bits == 16 or tables.single_product(side.how)) for side in sides)
     return MANY_ROWS if n > MANY_VECTORS and light else FEW_ROWS

@@ -75,6 +75,7 @@ class Encoder(NamedTuple):
     post: float  # factor after the rotation, see `matrix`
     largest: float  # scale that is stored
     operand: Any  # dtype of the rotation's product
+    parts: int  # numbers of that dtype that add up to a coordinate
 
 
 class Writer(NamedTuple):
@@ -144,11 +145,12 @@ def float16_unit(levels: Levels) -> float:
 
 
 @functools.cache
-def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
+def encoder(codec: Codec, source: torch.dtype, changed: bool) -> Encoder:
+    """changed: vectors get a balance or an offset in float32, which three bfloat16 numbers hold as well."""
     width = columns(codec)
     if not codec.coded:
-        return Encoder(codec.dim, 16, width, 0, 16, (), False, 1.0, 0.0, tl.float32)
-    operand = tl.float32 if has_offset else operand_of(source)
+        return Encoder(codec.dim, 16, width, 0, 16, (), False, 1.0, 0.0, tl.float32, 1)
+    operand = operand_of(torch.bfloat16 if changed else source)
     chunk = min(codec.dim & -codec.dim, max(16, (8192 if operand == tl.float32 else 16384) // width))
     return Encoder(
         codec.dim,
@@ -161,6 +163,7 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
         unit(codec),
         torch.finfo(codec.dtype).max,
         operand,
+        3 if changed and operand == tl.bfloat16 else 1,
     )
 
 
@@ -214,17 +217,22 @@ FACTOR = 32  # of rotations in parts
 
 
 @functools.cache
-def writer(codec: Codec, source: torch.dtype, has_offset: bool, alone: bool = False) -> Writer:
+def writer(codec: Codec, source: torch.dtype, changed: bool, alone: bool = False) -> Writer:
     """alone: for warps with vectors of their own, if `factored` says that they can have them."""
-    how = encoder(codec, source, has_offset)
+    how = encoder(codec, source, changed)
     groups = _groups_asm(codec.levels, codec.scale == "lsq") if codec.coded and not INTERPRETED.value else ""
     return Writer(how, FACTOR if alone else 0, groups)
 
 
-def factored(codec: Codec, source: torch.dtype, has_offset: bool) -> bool:
+def single_product(how: Encoder) -> bool:
+    """Whether a rotation is one product of 16-bit numbers."""
+    return how.operand != tl.float32 and how.parts == 1
+
+
+def factored(codec: Codec, source: torch.dtype, changed: bool) -> bool:
     """Whether one warp can rotate vectors without the help of others, and quantises them by cells."""
-    chosen = writer(codec, source, has_offset)
-    return bool(chosen.groups) and codec.dim in (64, 128) and chosen.how.operand != tl.float32
+    chosen = writer(codec, source, changed)
+    return bool(chosen.groups) and codec.dim in (64, 128) and single_product(chosen.how)
 
 
 @functools.cache
