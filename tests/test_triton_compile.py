@@ -144,9 +144,9 @@ def pages_of(name, dim, seqs, tokens, page_size, kv_heads=2):
     )
 
 
-def launch_attend(pages, queries, scoring=None, precision="fast", group=4):
+def launch_attend(pages, queries, scoring=None, precision="fast", group=4, dtype=torch.bfloat16):
     tokens = pages.seqs * queries
-    q = torch.empty(tokens, pages.kv_heads * group, pages.format.key.dim, dtype=torch.bfloat16)
+    q = torch.empty(tokens, pages.kv_heads * group, pages.format.key.dim, dtype=dtype)
     starts = torch.arange(pages.seqs + 1, dtype=torch.int32) * queries
     attention.attend(q, pages, starts, pages.lengths, scoring or Scoring(), None, None, precision, None)
 
@@ -208,6 +208,18 @@ def test_sums_are_long_enough(compile_for, name, dim, precision):
     seen = compile_for(90)
     launch_attend(pages_of(name, dim, 2, 512, 16), 1, precision=precision)
     assert "attend_kernel" in seen
+
+
+@pytest.mark.parametrize(
+    ("capability", "most", "dim"),
+    [(80, 166_912, 64), (80, 166_912, 128), (80, 166_912, 512), (90, 232_448, 128), (90, 232_448, (576, 512))],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_raw_tiles_fit_into_shared_memory(compile_for, capability, most, dim, dtype):
+    """Also where queries have another type than the raw vectors, so that products run in float32."""
+    seen = compile_for(capability)
+    launch_attend(pages_of("k16v16", dim, 2, 512, 16), 600, dtype=dtype)
+    assert seen["attend_kernel"][0].metadata.shared <= most
 
 
 def test_everything_at_once(compile_for):

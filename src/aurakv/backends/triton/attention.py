@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...codec import Codec, Format
@@ -44,13 +45,12 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    format: Format, shape: tuple[int, int, int, int], keys: int, splits: int | None, exact: bool, sms: int
+    format: Format, shape: tuple[int, int, int, int], keys: int, splits: int | None, single: bool, sms: int
 ) -> Plan:
-    """shape: tokens, seqs, kv_heads, group. keys: the most that a query can see."""
+    """shape: tokens, seqs, kv_heads, group. keys: the most that a query can see. single: see `_in_float32`."""
     tokens, seqs, kv_heads, group = shape
     width = max(tables.columns(format.key), tables.columns(format.value))
     pairs = format.key.coded and format.key.bits > 4  # levels looked up, two numbers each
-    single = exact or torch.float32 in [side.dtype for side in (format.key, format.value) if not side.coded]
     most = 32 if single or width > 128 else 64 if pairs else 128
     if width > 256 or (single and width > 128):
         most = 16
@@ -114,8 +114,8 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
         return 0
     shape = (tokens, pages.seqs, pages.kv_heads, heads // pages.kv_heads)
     plans = [
-        make_plan(pages.format, shape, _capacity(pages), splits, exact, _sms(pages.data.device))
-        for exact in (False, True)
+        make_plan(pages.format, shape, _capacity(pages), splits, single, _sms(pages.data.device))
+        for single in (False, True)
     ]
     sizes = [make_workspace(plan, pages.format, tokens * heads).bytes for plan in plans]
     fast = fast_path()
@@ -151,7 +151,8 @@ def attend(
         keys = min(keys, scoring.window + scoring.sinks + q.shape[0])
     shape = (q.shape[0], pages.seqs, pages.kv_heads, q.shape[1] // pages.kv_heads)
     exact = precision == "exact"
-    plan = make_plan(pages.format, shape, keys, splits, exact, _sms(q.device)) if q.shape[0] else None
+    single = _in_float32(pages.format, exact, q.dtype)
+    plan = make_plan(pages.format, shape, keys, splits, single, _sms(q.device)) if q.shape[0] else None
     place = 0 if pages.table.shape[1] == 1 and not pages.ring else 1
     if plan is not None and place == 1 and pages.page_size % plan.keys:
         place = 2
@@ -188,10 +189,17 @@ def attend_dense(
 ) -> Partial:
     format = Format(Codec(k.shape[2], 16, dtype=k.dtype), Codec(v.shape[2], 16, dtype=v.dtype))
     shape = (q.shape[0], starts.shape[0] - 1, k.shape[1], q.shape[1] // k.shape[1])
-    plan = make_plan(format, shape, k.shape[0], None, False, _sms(q.device)) if q.shape[0] else None
+    single = _in_float32(format, False, q.dtype)
+    plan = make_plan(format, shape, k.shape[0], None, single, _sms(q.device)) if q.shape[0] else None
     dense = (k, *k.stride(), v, *v.stride(), key_starts, k.shape[0])
     source = (None, None, None, None, None, *dense, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     return _attend(q, format, plan, source, (3, 1, False), starts, ends, scoring, sink_logits, False, None)
+
+
+def _in_float32(format: Format, exact: bool, query: torch.dtype) -> bool:
+    """Whether tiles hold float32 numbers, which fill shared memory sooner."""
+    sides = tables.side(format.key, exact, query, key=True), tables.side(format.value, exact, query)
+    return any(side.operand == tl.float32 for side in sides)
 
 
 def _attend(
