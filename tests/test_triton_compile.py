@@ -43,7 +43,7 @@ class CompileOnly:
     """Stands where a kernel is launched: specialises on the arguments as Triton does, compiles, remembers."""
 
     def __init__(self, kernel, capability, seen):
-        self.kernel, self.capability, self.seen = kernel, capability, seen
+        self.kernel, self.capability, self.seen, self.arg_names = kernel, capability, seen, kernel.arg_names
 
     def __getitem__(self, grid):
         assert all(isinstance(n, int) and n > 0 for n in grid), "grids come from shapes"

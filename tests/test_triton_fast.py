@@ -305,7 +305,9 @@ def test_exact_first_tokens_and_balance(group: int, dim: int) -> None:
     assert fast_attend.serves_exact(q, pages, exact, scoring)
     starts = check_starts("starts", None, 4, 4, q.device)
     sinks = torch.randn(2 * group, device="cuda")
-    got = fast_attend.attend_fast(q, pages, starts, pages.lengths, scoring, sinks, None, None, exact, balance)
+    prepared = fast_attend.prepare_fast(q, pages, starts, pages.lengths, scoring, sinks, None, exact, balance)
+    got, again = prepared(q, None), prepared(q.clone(), None)
+    assert torch.equal(got.out, again.out)
     x = (q.double().unflatten(1, (2, -1)) / balance[:, None]).flatten(1, 2)
     parts = [
         reference.attend(x, pages, starts, pages.lengths, scoring, sinks, None, "exact", None),

@@ -18,7 +18,7 @@ from .exact import Exact
 from .pages import Pages
 from .partial import Partial, join, merge
 from .pool import PagePool
-from .scoring import Scoring
+from .scoring import Scoring, exact_scoring
 from .steps import (
     Call,
     Prepared,
@@ -26,7 +26,6 @@ from .steps import (
     balanced_keys,
     check_queries,
     check_step,
-    exact_scoring,
     in_dtype,
     in_pieces,
     longest,
@@ -249,7 +248,7 @@ class KVCache:
         kind = step_kind(q, k, v, scoring, splits, precision) if starts is None else None
         known = self._prepared
         if known is not None and known.serves(kind, sink_logits, balance) and known.has_room(self._table.lengths):
-            part = known.run(q, k, v, sink_logits)
+            part = known.run(q, k, v)
             self._advance(range(self.seqs + 1))
             return part
         call = Call(self._scoring(scoring), sink_logits, splits, precision, balance)
@@ -417,7 +416,7 @@ class KVCache:
 
     def _step_fused(
         self,
-        prepare: Callable[..., Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]],
+        prepare: Callable[..., Callable[[Tensor, Tensor, Tensor], Partial]],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -435,11 +434,12 @@ class KVCache:
             kind = None
         exact, pages = self._exact_table, self._table.pages
         beside = None if exact is None else exact.pages
-        run = prepare(pages, beside, ring, q, k, v, bounds, call.scoring, call.splits, call.precision, call.balance)
+        options = (call.scoring, call.sink_logits, call.splits, call.precision, call.balance)
+        run = prepare(pages, beside, ring, q, k, v, bounds, *options)
         if kind is not None:
             limits = [table.page_ends() for table in (self._tables if ring else [self._table])]
             self._prepared = Prepared(kind, call, pages, [min(each) for each in zip(*limits, strict=True)], run)
-        part = run(q, k, v, call.sink_logits)
+        part = run(q, k, v)
         self._advance(bounds)
         return part
 

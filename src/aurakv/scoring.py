@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from .errors import InputError
 _OPTIONAL = ("scale", "window", "softcap")  # None: without
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Scoring:
     """Positions count from the first token of a sequence; queries are its last tokens."""
 
@@ -80,6 +81,12 @@ class Scoring:
             last = highest - self.recent + 1 if self.recent else stop
             spans = [_overlap(a, range(self.first, max(last, self.first))) for a in spans]
         return [span for span in spans if len(span)]
+
+
+@functools.lru_cache(maxsize=256)  # every step asks for the same few
+def exact_scoring(scoring: Scoring) -> Scoring:
+    """The same for the keys that are used uncompressed."""
+    return dataclasses.replace(scoring, exact=True)
 
 
 def uncompressed(key: Tensor, query: Tensor | int, first: int, recent: int) -> Tensor:

@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
     call: Call
     pages: Pages
     limits: list[int]  # of the lengths: below them, the slots are there
-    run: Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]
+    run: Callable[[Tensor, Tensor, Tensor], Partial]
 
     def serves(self, kind: tuple[object, ...] | None, sink_logits: Tensor | None, balance: Tensor | None) -> bool:
         return kind == self.kind and sink_logits is self.call.sink_logits and balance is self.call.balance
@@ -149,9 +149,3 @@ def own_scoring(given: Scoring | None, kept: Kept | None, exact: Exact) -> Scori
 @functools.lru_cache(maxsize=256)  # every step asks for the same few
 def _with_exact(scoring: Scoring, first: int, recent: int) -> Scoring:
     return dataclasses.replace(scoring, first=first, recent=recent)
-
-
-@functools.lru_cache(maxsize=256)
-def exact_scoring(scoring: Scoring) -> Scoring:
-    """The same for the keys that are used uncompressed."""
-    return dataclasses.replace(scoring, exact=True)

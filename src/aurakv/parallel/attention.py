@@ -19,8 +19,8 @@ from torch import Tensor
 from .. import ops
 from ..pages import Pages
 from ..partial import Partial, merge
-from ..scoring import Scoring
-from ..steps import Call, exact_scoring
+from ..scoring import Scoring, exact_scoring
+from ..steps import Call
 from ..table import Table
 from .share import Share, entries, seen
 

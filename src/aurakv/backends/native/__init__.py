@@ -231,10 +231,11 @@ class Native:
         v: Tensor,
         bounds: list[int],
         scoring: Scoring,
+        sink_logits: Tensor | None,
         splits: int | None,
         precision: str,
         balance: Tensor | None,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]:
+    ) -> Callable[[Tensor, Tensor, Tensor], Partial]:
         """A function that appends and attends in one call, for arguments with just these shapes, strides and dtypes.
 
         Exact tokens lie in `beside`, if any, which may get the new tokens, too. All is packed here but the addresses
@@ -249,7 +250,7 @@ class Native:
         as_they_are = x is q and new_k is k and new_v is v
         held = (pages, beside, starts, factors)  # their addresses are packed
 
-        def step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Partial:
             dim = held[0].format.value.dim
             if as_they_are:
                 return self._run(append, attend, dim, q, q, k, v, sink_logits)

@@ -150,10 +150,11 @@ def prepare_step(
     v: Tensor,
     bounds: list[int],
     scoring: Scoring,
+    sink_logits: Tensor | None,
     splits: int | None,
     precision: str,
     balance: Tensor | None,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]:
+) -> Callable[[Tensor, Tensor, Tensor], Partial]:
     """A function that appends and attends, for arguments with just these shapes, strides and dtypes.
 
     Exact tokens lie in `beside`, if any, which may get the new tokens, too.
@@ -162,12 +163,12 @@ def prepare_step(
 
     double = q.dtype == torch.float64
     precision = "exact" if double else precision
-    options = (pages, beside, beside_too, _single(q), _single(k), _single(v), bounds, scoring, splits, precision)
-    run = step.prepare(*options, balance)
+    new = (_single(q), _single(k), _single(v))
+    run = step.prepare(pages, beside, beside_too, *new, bounds, scoring, sink_logits, splits, precision, balance)
 
     @_where_it_lies
-    def whole_step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
-        part = run(_single(q), _single(k), _single(v), sink_logits)
+    def whole_step(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        part = run(_single(q), _single(k), _single(v))
         return Partial(part.out.double(), part.lse.double()) if double else part
 
     return whole_step

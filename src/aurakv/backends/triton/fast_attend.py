@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ...partial import Partial
 from ...rotation import signs
 from ...scoring import Scoring
 from . import fast_kernel, fast_levels, fast_merge
+from .launch import Launch
 
 WIDTHS = {2: (128, 256), 3: (128,), 4: (64, 128, 256), 8: (64, 128, 256)}  # dims by width
 MAX_SEQS = 1024
@@ -80,10 +82,23 @@ def attend_fast(
     sink_logits: Tensor | None,
     splits: int | None,
     workspace: Tensor | None,
-    exact: Pages | None = None,
-    balance: Tensor | None = None,
 ) -> Partial:
-    """`reference.attend` for the calls that `why_not_fast` lets pass. Reads no device memory on the host.
+    """`reference.attend` for the calls that `why_not_fast` lets pass. Reads no device memory on the host."""
+    return prepare_fast(q, pages, starts, ends, scoring, sink_logits, splits, None, None)(q, workspace)
+
+
+def prepare_fast(
+    q: Tensor,
+    pages: Pages,
+    starts: Tensor,
+    ends: Tensor,
+    scoring: Scoring,
+    sink_logits: Tensor | None,
+    splits: int | None,
+    exact: Pages | None,
+    balance: Tensor | None,
+) -> Callable[[Tensor, Tensor | None], Partial]:
+    """A function of queries like q and a workspace that attends.
 
     exact: pages of raw vectors of the first tokens, if `serves_exact`: they are scored, too. balance: float32, what q
     is divided by."""
@@ -94,15 +109,9 @@ def attend_fast(
     one_each = tokens == seqs and starts is checks.starts("starts", None, seqs, seqs, device)
     several = not one_each or group > MAX_ROWS
     rows, jobs, programs, slots = _plan(pages, tokens, group, several, splits)
-    if q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) < heads * dim:
-        q = q.contiguous()
+    scattered = q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) < heads * dim
+    stride = heads * dim if scattered else q.stride(0)
     ends = ends.contiguous()
-    size = slots * rows * (dim + 1) * 4
-    workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace[:size]
-    floats = workspace.view(torch.float32)
-    pieces, lses = floats, floats[slots * rows * dim :]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
     sinks = scoring.sinks if scoring.window is not None else 0
     scan = (scoring.first, scoring.recent, scoring.window or 0, sinks)
     flags = {
@@ -116,52 +125,68 @@ def attend_fast(
         "SINKS": sinks > 0,
         "SEVERAL": several,
     }
-    key_offset, value_offset = pages.key_offset, pages.value_offset
     cap = scoring.softcap
     multiplier = scoring.multiplier(dim) * math.log2(math.e) * (2 / cap if cap else 1)
     keys, values, scales = _descriptors(pages)
     layout = format.layout(pages.page_size)
-    fast_kernel.fast_decode[(programs,)](
-        keys, values, scales, pages.data.view(torch.int16), q, q if balance is None else balance,
-        _signs(format.key, device), _constants(levels, device),
-        lse if key_offset is None else key_offset, pages.table, pages.lengths, ends, starts, pieces, lses,
+    key_signs, value_signs = _signs(format.key, device), _signs(format.value, device)
+
+    def given(x: Tensor | None) -> Tensor:
+        return key_signs if x is None else x  # an address that is not read
+
+    decode = Launch(
+        fast_kernel.fast_decode, (programs,),
+        keys, values, scales, pages.data.view(torch.int16), None, given(balance), key_signs,
+        _constants(levels, device), given(pages.key_offset), pages.table, pages.lengths, ends, starts, None, None,
         seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
-        q.stride(0), programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
+        stride, programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
-        OFFSET=cap is not None and key_offset is not None, STAGES=STAGES,
+        OFFSET=cap is not None and pages.key_offset is not None, STAGES=STAGES,
         WHOLE=pages.page_size % _tile(pages) == 0, BALANCE=balance is not None, **flags,
         num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
     together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
     across = min(16, max(4, chunk * dim // 2048)) if together == 1 else 1
-    fast_merge.fast_merge[(jobs, -(-rows // together))](
-        pieces, lses, out, lse, lse if sink_logits is None else sink_logits, _signs(format.value, device),
-        q, q if balance is None else balance,
-        lse if key_offset is None else key_offset, lse if value_offset is None else value_offset,
-        pages.lengths, ends, starts, *_raw_vectors(exact, q, ends),
-        seqs, tokens, pages.kv_heads, *scan, multiplier, q.stride(0), programs, out.stride(0),
-        LOGITS=sink_logits is not None, KEY_OFFSET=key_offset is not None and cap is None,
-        VALUE_OFFSET=value_offset is not None, EXACT=exact is not None, BALANCE=balance is not None,
+    merge = Launch(
+        fast_merge.fast_merge, (jobs, -(-rows // together)),
+        None, None, None, None, given(sink_logits), value_signs, None, given(balance), given(pages.key_offset),
+        given(pages.value_offset), pages.lengths, ends, starts, *_raw_vectors(exact, key_signs, ends),
+        seqs, tokens, pages.kv_heads, *scan, multiplier, stride, programs, heads * dim,
+        LOGITS=sink_logits is not None, KEY_OFFSET=pages.key_offset is not None and cap is None,
+        VALUE_OFFSET=pages.value_offset is not None, EXACT=exact is not None, BALANCE=balance is not None,
         CHUNK=chunk, HEADS=together, ACROSS=across, **flags,
         num_warps=max(across, min(4, together)), launch_pdl=True,
     )  # fmt: skip
-    return Partial(out, lse)
+    size = slots * rows * (dim + 1) * 4
+
+    def run(q: Tensor, workspace: Tensor | None) -> Partial:
+        q = q.contiguous() if scattered else q
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace[:size]
+        pieces = workspace.view(torch.float32)
+        lses = pieces[slots * rows * dim :]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+        decode(q=q, pieces=pieces, lses=lses)
+        merge(pieces=pieces, lses=lses, out=out, lse_out=lse, q=q)
+        return Partial(out, lse)
+
+    return run
 
 
 def serves_exact(q: Tensor, pages: Pages, exact: Pages, scoring: Scoring) -> bool:
-    """Whether `attend_fast`, with one query for each sequence, scores a few exact first tokens by the way."""
+    """Whether `prepare_fast`, with one query for each sequence, scores a few exact first tokens by the way."""
     key, value = exact.format.key, exact.format.value
     same = exact.table.shape[1] == 1 and not exact.ring and key.dim == value.dim and key.dtype == value.dtype
     small = key.dtype != torch.float32 and scoring.first <= MAX_EXACT and q.shape[1] <= MAX_ROWS * pages.kv_heads
     return same and small and not scoring.recent and scoring.window is None and scoring.softcap is None
 
 
-def _raw_vectors(exact: Pages | None, q: Tensor, ends: Tensor) -> tuple[Tensor | int, ...]:
-    """What `fast_merge` needs to know about them."""
+def _raw_vectors(exact: Pages | None, floats: Tensor, numbers: Tensor) -> tuple[Tensor | int, ...]:
+    """What `fast_merge` needs to know about them; without them, addresses that are not read."""
     if exact is None:
-        return q, ends, ends, 0, 0, 0
+        return floats, numbers, numbers, 0, 0, 0
     layout = exact.format.layout(exact.page_size)
     data = exact.data.view(exact.format.key.dtype)
     return data, exact.table, exact.lengths, data.shape[2], layout.key_codes // 2, layout.value_codes // 2

@@ -101,7 +101,7 @@ def capped(s, cap, SOFTCAP: gl.constexpr):
         return s
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["width", "programs"])  # they change as a cache grows
 def fast_decode(
     keys, values, scales, codes, q, balance, signs, constants, offset, table, lengths, ends, starts, pieces, lses,
     seqs, tokens, kv_heads, width, pinned, page_tiles, first, recent, window, sinks, cap,

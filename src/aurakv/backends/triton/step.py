@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -12,10 +10,10 @@ from torch import Tensor
 from ... import checks
 from ...pages import Pages
 from ...partial import Partial, join
-from ...scoring import Scoring
+from ...scoring import Scoring, exact_scoring
 from . import attention, store
 
-Step = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Partial]
+Step = Callable[[Tensor, Tensor, Tensor], Partial]
 
 
 def prepare(
@@ -27,6 +25,7 @@ def prepare(
     v: Tensor,
     bounds: list[int],
     scoring: Scoring,
+    sink_logits: Tensor | None,
     splits: int | None,
     precision: str,
     balance: Tensor | None,
@@ -45,15 +44,10 @@ def prepare(
         and (beside is None or fast.serves_exact(q, pages, beside, scoring))
     )
 
-    def step(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Partial:
+    def in_pieces(q: Tensor, k: Tensor, v: Tensor) -> Partial:
         store.append(pages, k, v, starts, factors)
         if beside is not None and beside_too:
             store.append(beside, k, v, starts, factors)
-        if fused:
-            part: Partial = fast.attend_fast(
-                q, pages, starts, pages.lengths, scoring, sink_logits, splits, None, beside, factors
-            )
-            return part
         x = q if factors is None else (q.unflatten(1, (pages.kv_heads, -1)) / factors[:, None]).flatten(1, 2)
         part = attention.attend(x, pages, starts, pages.lengths, scoring, sink_logits, splits, precision, None)
         if beside is not None:
@@ -61,10 +55,14 @@ def prepare(
             part = join(part, attention.attend(x, beside, starts, pages.lengths, raw, None, splits, precision, None))
         return Partial(part.out.to(q.dtype), part.lse)
 
-    return step
+    if not fused:
+        return in_pieces
+    append = store.prepare_append(pages, k, v, starts, factors)
+    attend = fast.prepare_fast(q, pages, starts, pages.lengths, scoring, sink_logits, splits, beside, factors)
 
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        append(k=k, v=v)
+        part: Partial = attend(q, None)
+        return part
 
-@functools.lru_cache(maxsize=256)
-def exact_scoring(scoring: Scoring) -> Scoring:
-    """The same for the keys that are used uncompressed."""
-    return dataclasses.replace(scoring, exact=True)
+    return whole

@@ -13,6 +13,7 @@ from ...codec import Codec, Codes
 from ...pages import Pages
 from . import tables
 from .encode_kernels import append_codes_kernel, append_kernel, encode_kernel
+from .launch import Launch
 
 FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
 MANY_VECTORS = 16384
@@ -68,9 +69,13 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
 
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, balance: Tensor | None = None) -> None:
     """balance: float32 [kv_heads, dim], what keys are multiplied by, contiguous."""
+    if k.shape[0]:
+        prepare_append(pages, k, v, starts, balance)(k=k, v=v)
+
+
+def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, balance: Tensor | None) -> Launch:
+    """`append` of tensors like k and v, which it takes by name."""
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
-    if tokens == 0:
-        return
     changed = balance is not None or pages.key_offset is not None, pages.value_offset is not None
     sides = (key, k.dtype, changed[0]), (value, v.dtype, changed[1])
     n = tokens * pages.kv_heads
@@ -90,10 +95,12 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, balance: Tensor |
     k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
     v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
     most = programs * tables.multiprocessors(k.device) // 2
-    append_kernel[(count if n <= MANY_VECTORS else min(count, most), 2)](
-        k,
+    return Launch(
+        append_kernel,
+        (count if n <= MANY_VECTORS else min(count, most), 2),
+        None,
         *k.stride(),
-        v,
+        None,
         *v.stride(),
         balance,
         pages.key_offset,
