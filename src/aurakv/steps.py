@@ -82,10 +82,13 @@ def step_kind(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[object
 
 def balanced(q: Tensor, k: Tensor, balance: Tensor | None) -> tuple[Tensor, Tensor]:
     """Queries and keys with the same scores, whose keys are easier to store: in float32, as where a backend does it."""
+    return balanced_queries(q, balance), balanced_keys(k, balance)
+
+
+def balanced_queries(q: Tensor, balance: Tensor | None) -> Tensor:
     if balance is None:
-        return q, k
-    divided = _widest(q).unflatten(1, (k.shape[1], -1)) / balance[:, None]
-    return divided.flatten(1, 2), balanced_keys(k, balance)
+        return q
+    return (_widest(q).unflatten(1, (balance.shape[0], -1)) / balance[:, None]).flatten(1, 2)
 
 
 def balanced_keys(k: Tensor, balance: Tensor | None) -> Tensor:

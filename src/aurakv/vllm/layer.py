@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..pages import Pages
 from ..policy import LayerPolicy
 from ..scoring import Scoring
+from ..steps import balanced_keys, balanced_queries
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
 
@@ -72,7 +73,7 @@ class Layer:
         self.sink_logits = sink_logits
         self.policy = policy or LayerPolicy(format.name)
         self._offsets: tuple[Tensor | None, Tensor | None] | None = None  # on the device
-        self._balance: tuple[Tensor, Tensor] | None = None
+        self._balance: Tensor | None = None  # on the device
         self._known: dict[tuple[int, ...], Pages] = {}
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, blocks: Tensor, step: Step, out: Tensor) -> None:
@@ -82,15 +83,15 @@ class Layer:
         """
         pages = self._pages(blocks, step)
         n = step.tokens
-        q, k = self._balanced(q, k)
+        balance = self._balance_on(q.device)
         pages.lengths.copy_(step.ends)
         if not step.seen and blocks.device.type == "cpu":
             step.look(pages)
         if k is not None and v is not None:  # else the layer shares the keys of an earlier one
             pages.lengths.copy_(step.before)
-            ops.append(pages, k[:n], v[:n], step.starts)
+            ops.append(pages, balanced_keys(k[:n], balance), v[:n], step.starts)
         part = ops.attend(
-            q[:n],
+            balanced_queries(q[:n], balance),
             pages,
             step.starts,
             self.scoring,
@@ -99,15 +100,10 @@ class Layer:
         )
         out[:n] = part.out
 
-    def _balanced(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Keys times the balance of the policy, queries divided by it."""
-        if self.policy.balance is None:
-            return q, k
-        if self._balance is None:
-            balance = self.policy.balance.to(q.device)
-            group = q.shape[1] // balance.shape[0]
-            self._balance = (1 / balance).repeat_interleave(group, 0).to(q.dtype), balance.to(q.dtype)
-        return q * self._balance[0], None if k is None else k * self._balance[1]
+    def _balance_on(self, device: torch.device) -> Tensor | None:
+        if self._balance is None and self.policy.balance is not None:
+            self._balance = self.policy.balance.to(device)
+        return self._balance
 
     def _pages(self, blocks: Tensor, step: Step) -> Pages:
         """The engine's memory as pages. Made once per table: engines reuse theirs."""
