@@ -30,8 +30,8 @@ needs_gpu = pytest.mark.skipif(
 )
 DEFAULT = Scoring()
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
-FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4", "k3v3", "k3v4", "k8:cubic/v3",
-           "k3/v3:minifloat"]  # fmt: skip
+THREE = ["k3v3", "k3/v3:minifloat", "k3v4", "k4v3", "k8:cubic/v3"]  # bits, copied and read in their own way
+FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4", *THREE]
 LIMIT = {"k2": 1e-3, "k3": 1e-3, "k4": 1e-3, "k8": 4e-3}  # float16 holds cubic levels of 8 bits to 1e-4
 
 
@@ -119,6 +119,21 @@ def test_lengths(lengths: list[int], page_size: int) -> None:
 def test_contiguous_of_any_size(group: int) -> None:
     pages = make_pages(MINIFLOAT, 128, [700, 1000, 3], 2, 1000)
     close(*run(make_queries(pages, group), pages))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", THREE)
+@pytest.mark.parametrize("page_size", [32, 96, 128, 1000, 333])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_three_bits(name: str, page_size: int, group: int) -> None:
+    """Pages of whole tiles of 32 and 64 tokens, and contexts of which the last tile is not whole."""
+    lengths = [700, page_size, 3, 0, 333] if page_size < 333 else [page_size, 7, 320, 0, page_size - 1]
+    pages = make_pages(name, 128, lengths, 2, page_size)
+    limit = LIMIT[name[:2]]
+    close(*run(make_queries(pages, group), pages), limit=limit)
+    close(*run(make_queries(pages, group), pages, Scoring(window=70, sinks=5, first=2, recent=3)), limit=limit)
+    q = torch.randn(8, 2 * group, 128, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+    close(*run(q, with_offsets(pages), Scoring(window=66, sinks=65), starts=[0, 2, 3, 3, 5, 8]), limit=limit)
 
 
 @needs_gpu

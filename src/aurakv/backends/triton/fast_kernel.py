@@ -34,16 +34,14 @@ from .fast_layouts import (
     copy_units,
     key_half_layout,
     key_layout,
-    key_quarter_layout,
     shared_unit_layout,
-    value_eighth_layout,
     weight_layout,
 )
 from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch, prefetch_descriptors
+from .fast_ring import octet_slice, open_ring, slot_bytes, wait_for
 from .fast_schedule import (
     add,
     advance,
-    arrivals,
     enter,
     fetch,
     look_up,
@@ -125,9 +123,11 @@ def fast_decode(
 
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     SIDES: gl.constexpr = 2 if KEY_BITS == VALUE_BITS and KEY_BITS != 3 else 1  # of a copy
-    s_keys = gl.allocate_shared_memory(gl.int16, [STAGES] + keys.block_type.shape, keys.layout)  # noqa: RUF005
+    s_keys = bars
+    if KEY_BITS != 3:
+        s_keys = gl.allocate_shared_memory(gl.int16, [STAGES] + keys.block_type.shape, keys.layout)  # noqa: RUF005
     s_values = s_keys
-    if SIDES == 1:
+    if SIDES == 1 and VALUE_BITS != 3:
         s_values = gl.allocate_shared_memory(gl.int16, [STAGES] + values.block_type.shape, values.layout)  # noqa: RUF005
     s_scales = gl.allocate_shared_memory(gl.float16, [STAGES] + scales.block_type.shape, scales.layout)  # noqa: RUF005
     QUERY: gl.constexpr = gl.float16 if KEY_BITS == 8 else gl.int8
@@ -136,9 +136,11 @@ def fast_decode(
         gl.SwizzledSharedLayout(4 if KEY_BITS < 8 else 8, 1, 8 if KEY_BITS < 8 or DIM > 64 else 4, [1, 0]),
     )  # fmt: skip
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=arrivals(KEY_BITS, VALUE_BITS))
+        mbarrier.init(bars.index(i), count=1)
     sources = (keys, values, scales)
-    rows = ((codes, piece_size, page_size), keys_at, values_at)
+    SLOT: gl.constexpr = slot_bytes(KEY_BITS, VALUE_BITS, TILE)
+    ring = open_ring(SLOT, SLOT // (48 * TILE), STAGES) if SLOT > 0 else 0
+    rows = ((codes, piece_size, page_size, ring), keys_at, values_at)
     buffers = (s_keys, s_values, s_scales)
 
     # this program's tiles
@@ -168,7 +170,7 @@ def fast_decode(
     cursor = (left, seq, job, tile, span, entry, inside)
     for i in range(gl.minimum(STAGES, left)):
         page = look_up(cursor, table, width)
-        fetch(cursor, page, i, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
+        fetch(cursor, page, i, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM, STAGES)
         cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
     slot = 0
     phase = 0
@@ -176,19 +178,17 @@ def fast_decode(
     if KEY_BITS == 8:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_half_layout(TILE, KU))
     elif KEY_BITS == 3:
-        KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, key_quarter_layout(TILE, 8)))
+        KEYS: gl.constexpr = octet_slice(TILE, 8, 3)
     else:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_layout(TILE, KU))
     key0 = lane_constant(constants, 0, KEYS)[None, :]
     key1 = lane_constant(constants, 1, KEYS)[None, :]
     key2 = lane_constant(constants, 2, KEYS)[None, :]
     key3 = lane_constant(constants, 3, KEYS)[None, :]
-    if KEY_BITS == 3:
-        key0 = gl.expand_dims(key0, 1)
-        key1 = gl.expand_dims(key1, 1)
-    VALUES: gl.constexpr = gl.SliceLayout(
-        0, B2 if VALUE_BITS == 2 else value_eighth_layout(TILE) if VALUE_BITS == 3 else A2
-    )
+    if VALUE_BITS == 3:
+        VALUES: gl.constexpr = octet_slice(TILE, 2, 3)
+    else:
+        VALUES: gl.constexpr = gl.SliceLayout(0, B2 if VALUE_BITS == 2 else A2)
     value0 = lane_constant(constants, 4, VALUES)[None, :]
     value1 = lane_constant(constants, 5, VALUES)[None, :]
     value2 = lane_constant(constants, 6, VALUES)[None, :]
@@ -223,7 +223,7 @@ def fast_decode(
         s_query.store(parts)
         queries = ()
         for i in gl.static_range(PLANES):
-            queries = queries + (load_plane(s_query, i, HEADS, mma),)  # noqa: RUF005
+            queries = queries + (load_plane(s_query, i, KEY_BITS, HEADS, mma),)  # noqa: RUF005
         sums = empty_sums(VALUE_BITS, DIM, mma)
         total_weight = gl.zeros([8, 4], gl.float32, SUMS)
         step = gl.convert_layout(step, HEAD)
@@ -239,14 +239,19 @@ def fast_decode(
         for i in range(n):
             page = look_up(cursor, table, width)
             mbarrier.wait(bars.index(slot), phase)
-            key_codes = s_keys.index(slot)._reinterpret(
-                gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU, KEY_BITS)
-            )
-            value_codes = s_values.index(slot)._reinterpret(
-                gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU, VALUE_BITS)
-            )
+            if SLOT > 0:
+                key_codes = wait_for(ring, slot, phase, SLOT, STAGES)
+                value_codes = key_codes + (SLOT - 48 * TILE)
+            if KEY_BITS != 3:
+                key_codes = s_keys.index(slot)._reinterpret(
+                    gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU)
+                ).index(0)  # fmt: skip
+            if VALUE_BITS != 3:
+                value_codes = s_values.index(slot)._reinterpret(
+                    gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU)
+                ).index(SIDES - 1)  # fmt: skip
             factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE], FLAT)
-            score = raw_scores(key_codes.index(0), queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
+            score = raw_scores(key_codes, queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
             key_scale = finite(factors.index(0).load(TOKEN))
             each_step = gl.expand_dims(key_scale, H_AXIS) * gl.expand_dims(step, 1 - H_AXIS)
             if SOFTCAP:
@@ -302,10 +307,11 @@ def fast_decode(
                 total_weight += gl.sum(gl.sum(p.reshape([8, TILE // 8, 4, 2]), 3), 1)
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
-            sums = add_values(value_codes.index(SIDES - 1), w, sums, value_constants, VALUE_BITS, LEVELS, mma)
+            sums = add_values(value_codes, w, sums, value_constants, VALUE_BITS, LEVELS, mma)
             if cursor[0] > 0:
                 fetch(
-                    cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM
+                    cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM,
+                    STAGES,
                 )
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
             slot += 1
