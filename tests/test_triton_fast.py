@@ -123,8 +123,8 @@ def test_contiguous_of_any_size(group: int) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("name", THREE)
-@pytest.mark.parametrize("page_size", [32, 96, 128, 1000, 333])
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("page_size", [32, 128, 333])
+@pytest.mark.parametrize("group", [4, 8])
 def test_three_bits(name: str, page_size: int, group: int) -> None:
     """Pages of whole tiles of 32 and 64 tokens, and contexts of which the last tile is not whole."""
     lengths = [700, page_size, 3, 0, 333] if page_size < 333 else [page_size, 7, 320, 0, page_size - 1]
@@ -433,7 +433,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
     key, value = format.key, format.value
     fixed = {"GROUP": group, "ROWS": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True}
     fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
-    fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": not several}
+    fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": 0 if several else 2}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
     both = 2 if key.bits == value.bits != 3 else 1
 

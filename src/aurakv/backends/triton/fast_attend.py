@@ -123,7 +123,7 @@ def attend_fast(
         q.stride(0), programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and key_offset is not None, STAGES=STAGES,
-        WHOLE=pages.page_size % _tile(pages) == 0, **flags, num_warps=1, maxnreg=_registers(format, rows),
+        WHOLE=_whole(pages), **flags, num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
     together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
@@ -170,6 +170,11 @@ def _page_tiles(pages: Pages) -> int:
     return -(-pages.page_size // _tile(pages))
 
 
+def _whole(pages: Pages) -> int:
+    """0: a tile may reach beyond its page. 2: a page is a tile."""
+    return 0 if pages.page_size % _tile(pages) else 2 if pages.page_size == _tile(pages) else 1
+
+
 def _residents(format: Format, rows: int) -> int:
     """Programs that share a multiprocessor: two or three for each of its four parts."""
     return 8 if _light(format) or _registers(format, rows) > 168 else 16 if _registers(format, rows) <= 128 else 12
@@ -179,7 +184,7 @@ def _light(format: Format) -> bool:
     """Whether memory bounds it rather than arithmetic."""
     levels = fast_levels.levels(format)
     minifloat = levels is not None and levels.value.kind == fast_levels.MINIFLOAT
-    return minifloat and format.key.dim == 128 and format.key.bits < 8
+    return minifloat and format.key.dim == 128 and format.key.bits in (2, 4) and format.value.bits == 4
 
 
 def _registers(format: Format, rows: int) -> int:
@@ -189,8 +194,6 @@ def _registers(format: Format, rows: int) -> int:
         return 255
     if key.dim == 64 and key.bits < 8 and rows <= 4:
         return 128
-    if key.bits == 3 and _light(format):
-        return 216
     return 168 if key.dim == 64 or key.bits == 8 or rows <= 4 else 216
 
 

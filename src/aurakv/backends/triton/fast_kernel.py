@@ -15,7 +15,8 @@ In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] in
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
 Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
-     SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles.
+     SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles, 2: one
+     tile each.
 The launcher guarantees: ROWS ≤ 8, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
 kernel and its first three parameters are known to `prefetch_descriptors`.
 """
@@ -38,7 +39,7 @@ from .fast_layouts import (
     weight_layout,
 )
 from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch, prefetch_descriptors
-from .fast_ring import octet_slice, open_ring, slot_bytes, wait_for
+from .fast_ring import make_slot, octet_slice, open_ring, read_scales, wait_for
 from .fast_schedule import (
     add,
     advance,
@@ -121,6 +122,7 @@ def fast_decode(
     scan = (first, recent, window, sinks)
     where = (starts, tokens, ends, lengths)
 
+    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, TILE, WHOLE == 2)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     SIDES: gl.constexpr = 2 if KEY_BITS == VALUE_BITS and KEY_BITS != 3 else 1  # of a copy
     s_keys = bars
@@ -129,7 +131,9 @@ def fast_decode(
     s_values = s_keys
     if SIDES == 1 and VALUE_BITS != 3:
         s_values = gl.allocate_shared_memory(gl.int16, [STAGES] + values.block_type.shape, values.layout)  # noqa: RUF005
-    s_scales = gl.allocate_shared_memory(gl.float16, [STAGES] + scales.block_type.shape, scales.layout)  # noqa: RUF005
+    s_scales = bars
+    if SLOT.bytes == 0:
+        s_scales = gl.allocate_shared_memory(gl.float16, [STAGES] + scales.block_type.shape, scales.layout)  # noqa: RUF005
     QUERY: gl.constexpr = gl.float16 if KEY_BITS == 8 else gl.int8
     s_query = gl.allocate_shared_memory(
         QUERY, [PLANES * 2 * HEADS, DIM // PLANES],
@@ -138,8 +142,7 @@ def fast_decode(
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
     sources = (keys, values, scales)
-    SLOT: gl.constexpr = slot_bytes(KEY_BITS, VALUE_BITS, TILE)
-    ring = open_ring(SLOT, SLOT // (48 * TILE), STAGES) if SLOT > 0 else 0
+    ring = open_ring(SLOT, STAGES) if SLOT.bytes > 0 else 0
     rows = ((codes, piece_size, page_size, ring), keys_at, values_at)
     buffers = (s_keys, s_values, s_scales)
 
@@ -214,6 +217,7 @@ def fast_decode(
     token = gl.arange(0, TILE, layout=TOKEN)
     o_head = gl.arange(0, HEADS, layout=HEAD)
     SCALE: gl.constexpr = gl.SliceLayout(1, WEIGHTS) if HEADS == 4 else TOKEN
+    SCALE_SHAPE: gl.constexpr = [TILE // 16, 2, 4, 2] if HEADS == 4 else [TILE]
 
     while left > 0:
         n = gl.minimum(span[1] - tile, left)
@@ -238,32 +242,37 @@ def fast_decode(
 
         for i in range(n):
             page = look_up(cursor, table, width)
-            mbarrier.wait(bars.index(slot), phase)
-            if SLOT > 0:
-                key_codes = wait_for(ring, slot, phase, SLOT, STAGES)
-                value_codes = key_codes + (SLOT - 48 * TILE)
+            if KU + VU > 0:
+                mbarrier.wait(bars.index(slot), phase)
+            at_slot = wait_for(ring, slot, phase, SLOT, STAGES) if SLOT.bytes > 0 else 0
             if KEY_BITS != 3:
                 key_codes = s_keys.index(slot)._reinterpret(
                     gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU)
                 ).index(0)  # fmt: skip
+            else:
+                key_codes = at_slot
             if VALUE_BITS != 3:
                 value_codes = s_values.index(slot)._reinterpret(
                     gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU)
                 ).index(SIDES - 1)  # fmt: skip
-            factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE], FLAT)
+            else:
+                value_codes = at_slot + SLOT.values
             score = raw_scores(key_codes, queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
-            key_scale = finite(factors.index(0).load(TOKEN))
+            if SLOT.bytes > 0:
+                key_scale = read_scales(at_slot + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
+                b_scale = read_scales(at_slot + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
+            else:
+                factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE], FLAT)
+                key_scale = factors.index(0).load(TOKEN)
+                if HEADS == 4:
+                    factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE // 16, 2, 4, 2], CUBE)
+                b_scale = factors.index(1).load(SCALE)
+            key_scale = finite(key_scale)
             each_step = gl.expand_dims(key_scale, H_AXIS) * gl.expand_dims(step, 1 - H_AXIS)
             if SOFTCAP:
                 score = capped(score * each_step + gl.expand_dims(bias, 1 - H_AXIS), cap, SOFTCAP)
                 each_step = 1.0
             d = score * each_step - gl.expand_dims(reference, 1 - H_AXIS)
-            if HEADS == 4:
-                b_scale = (
-                    s_scales.index(slot)._reinterpret(gl.float16, [2, TILE // 16, 2, 4, 2], CUBE).index(1).load(SCALE)
-                )
-            else:
-                b_scale = factors.index(1).load(SCALE)
             at_tile = position_of(tile + i, span, SCAN)
             if (at_tile * TILE < whole_lo) | ((at_tile + 1) * TILE > whole_hi):
                 at = gl.expand_dims(at_tile * TILE + token, H_AXIS)

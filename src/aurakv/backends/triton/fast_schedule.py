@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .fast_layouts import copy_units
-from .fast_ring import ROW, copy_rows, slot_bytes
+from .fast_ring import copy, copy_side, make_slot
 
 
 class Scan(NamedTuple):
@@ -146,23 +146,26 @@ def fetch(
     row = cursor[6] * TILE
     bar = bars.index(slot)
     UNITS: gl.constexpr = copy_units(KEY_BITS, DIM) + copy_units(VALUE_BITS, DIM)
-    mbarrier.expect(bar, TILE * (2 * UNITS + 4))
-    tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
+    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, TILE, WHOLE == 2)
+    if UNITS > 0:
+        mbarrier.expect(bar, TILE * (2 * UNITS + (4 if SLOT.bytes == 0 else 0)))
+    if SLOT.bytes == 0:
+        tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
     if KEY_BITS != 3:
         copy_codes(sources[0], piece, row, bar, buffers[0].index(slot), KEY_BITS, DIM)
     if VALUE_BITS != 3 and VALUE_BITS != KEY_BITS:  # else keys and values came together
         copy_codes(sources[1], piece, row, bar, buffers[1].index(slot), VALUE_BITS, DIM)
-    if KEY_BITS == 3 or VALUE_BITS == 3:
+    if SLOT.bytes > 0:
         codes, size, page_size, ring = rows[0]
-        SLOT: gl.constexpr = slot_bytes(KEY_BITS, VALUE_BITS, TILE)
         count = TILE if WHOLE else gl.minimum(TILE, page_size - row)
-        start = codes + piece.to(gl.int64) * (size * 8) + row * (ROW // 2)
-        if KEY_BITS == 3:
-            copy_rows(start + rows[1] * 8, count, ring + SLOT * slot, ring + SLOT * STAGES + 8 * slot)
-        if VALUE_BITS == 3:
-            copy_rows(
-                start + rows[2] * 8, count, ring + SLOT * (slot + 1) - ROW * TILE, ring + SLOT * STAGES + 8 * slot
-            )
+        start = codes + piece.to(gl.int64) * (size * 8)
+        at, end = ring + SLOT.bytes * slot, ring + SLOT.bytes * STAGES + 8 * slot
+        if SLOT.copies == 1:
+            copy(start, SLOT.bytes, at, end)
+        else:
+            keys, values = start + rows[1] * 8, start + rows[2] * 8
+            copy_side(keys, row, count, page_size, at, at + SLOT.key_scales, end, KEY_BITS, DIM)
+            copy_side(values, row, count, page_size, at + SLOT.values, at + SLOT.value_scales, end, VALUE_BITS, DIM)
 
 
 @gluon.jit
