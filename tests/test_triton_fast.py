@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import subprocess
 import tempfile
 from typing import Any
@@ -479,6 +480,9 @@ def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int
     print(usage.strip().splitlines()[-1])
     assert "STACK:0" in usage
     assert "LOCAL:0" in usage
+    shared = re.search(r"SHARED:(\d+)", usage)  # before Triton's own, which it takes to be aligned
+    assert shared is not None
+    assert int(shared[1]) % 1024 == 0
 
 
 @pytest.mark.parametrize("together", [1, 8])

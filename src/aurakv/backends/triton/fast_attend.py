@@ -171,8 +171,10 @@ def _page_tiles(pages: Pages) -> int:
 
 
 def _whole(pages: Pages) -> int:
-    """0: a tile may reach beyond its page. 2: a page is a tile."""
-    return 0 if pages.page_size % _tile(pages) else 2 if pages.page_size == _tile(pages) else 1
+    """0: a tile may reach beyond its page. 2: a page of 3-bit codes is a tile, and one copy."""
+    if pages.page_size % _tile(pages):
+        return 0
+    return 2 if pages.page_size == _tile(pages) and pages.format.key.bits == pages.format.value.bits == 3 else 1
 
 
 def _residents(format: Format, rows: int) -> int:
@@ -184,7 +186,7 @@ def _light(format: Format) -> bool:
     """Whether memory bounds it rather than arithmetic."""
     levels = fast_levels.levels(format)
     minifloat = levels is not None and levels.value.kind == fast_levels.MINIFLOAT
-    return minifloat and format.key.dim == 128 and format.key.bits in (2, 4) and format.value.bits == 4
+    return minifloat and format.value.bits == 4 and format.key.dim == 128 and format.key.bits < 8
 
 
 def _registers(format: Format, rows: int) -> int:
@@ -194,6 +196,8 @@ def _registers(format: Format, rows: int) -> int:
         return 255
     if key.dim == 64 and key.bits < 8 and rows <= 4:
         return 128
+    if key.bits == 3 and _light(format):
+        return 216
     return 168 if key.dim == 64 or key.bits == 8 or rows <= 4 else 216
 
 
@@ -215,7 +219,7 @@ def _descriptors(pages: Pages) -> tuple[TensorDescriptor, ...]:
 
         def codes(at: int, codec: Codec) -> TensorDescriptor:
             start = words.storage_offset() + at // 2
-            if codec.bits == 3:  # rows of 48 bytes, to which TMA adds 16 of zeros
+            if codec.bits == 3:  # not used: `fast_ring` copies these
                 view = words.as_strided((pieces, 1, pages.page_size, 24), (size, size, 24, 1), start)
                 return TensorDescriptor.from_tensor(view, [1, 1, tile, 32], gl.NVMMASharedLayout(64, 16, rank=4))
             lines = -(-pages.page_size * codec.row_bytes // 128)

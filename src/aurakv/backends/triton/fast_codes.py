@@ -4,13 +4,14 @@ Keys of 4 bits. A row is 16-bit units of four codes; a unit is a PRMT selector a
 as bytes, `prmt(low, w)` gives the level of codes below 8 (and −1 for the others: PRMT replicates the sign of a byte
 whose selector has bit 3 set), `prmt(high + 1, w ^ 0x8888)` gives level + 1 of the codes from 8 on and 0 for the others.
 Their sum is the level; a second integer MMA does the addition. Of 2 bits: codes under masks are selectors, one MMA. Of
-3 bits: 12 bytes of a row belong to a lane; codes are spread to nibbles. Of 8 bits: a cubic in float16, `_key_cubic`.
+3 bits: 12 bytes of a row belong to a lane. Codes 4k + r lie 12 bits apart, so that in the three words, laid over each
+other, each has a nibble of its own; queries follow that order. Of 8 bits: a cubic in float16, `_key_cubic`.
 
 Values. `ldmatrix.trans` on 16-bit units gives registers [token t: a unit | token t+1: the same unit]; code i of both
 halves is one half2. MINIFLOAT: a 4-bit code at bits 8-11 of a half (3 bits: 9-11) is a small float f(code); level =
 f(code) − f(last code − code), by two MMAs. CUBIC: 1024 + code by the exponent trick, then a cubic in half2 arithmetic.
 BITS: 2-bit codes under a mask are tiny floats; a second MMA adds what the upper bit has too much. Of 3 bits: 6 bytes
-belong to a lane, so lanes exchange their units first.
+belong to a lane, which no `ldmatrix` reads: lanes read as for keys, and `movmatrix` transposes.
 
 Inline assembly here moves data between lanes or changes the meaning of the index; the callers' layouts say how.
 """
@@ -134,10 +135,15 @@ _VALUE_BITS = gl.constexpr(_value_bits())
 _KEY_CUBIC = gl.constexpr(_key_cubic())
 
 
+def _triple(at: str) -> list[str]:
+    """a b c: the 96 bits of 32 codes of one token."""
+    return [f"ld.shared.b32 {word}, [{at}+{4 * i}];" for i, word in enumerate("abc")]
+
+
 def _key3() -> str:
     """$0-$7: levels of a lane's 32 codes at $8; registers 2r and 2r + 1 those of codes 4k + r, k in the order 0 3 6 1
     and 4 7 2 5. $16 $24: levels."""
-    lines = ["{", ".reg .b32 a, b, c, x, t;", *_TRIPLE.format(at="$8").splitlines()]
+    lines = ["{", ".reg .b32 a, b, c, x, t;", *_triple("$8")]
     for r in range(4):
         # codes 12 bits apart in three words: none is where another is modulo 32, and each in a nibble of its own
         masks = [sum(1 << bit % 32 for i in range(r, 32, 4) for bit in range(3 * i, 3 * i + 3) if bit // 32 == w)
@@ -150,19 +156,14 @@ def _key3() -> str:
     return "\n".join([*lines, "}"])
 
 
-_TRIPLE = """ld.shared.b32 a, [{at}];
-ld.shared.b32 b, [{at}+4];
-ld.shared.b32 c, [{at}+8];"""
-
-
 def _units3(at: str) -> list[str]:
     """p0 p1 p2: units 3g, 3g + 1, 3g + 2 of tokens 2c (lower halves) and 2c + 1, from the three words of 32 codes that
     each lane finds at its address. q0 q1: the units that begin in the middle of p0 and of p1."""
-    lines = [".reg .b32 a, b, c, p0, p1, p2, q0, q1, t;", *_TRIPLE.format(at=at).splitlines()]
+    lines = [".reg .b32 a, b, c, p0, p1, p2, q0, q1, t;", *_triple(at)]
     # columns 2c and 2c + 1 of an 8×8 matrix become rows: the first three units of the words, and the last three
     for name, words, picks in (("p0", "a, b", 0x7610), ("p1", "a, c", 0x5432), ("p2", "b, c", 0x7610)):
         lines += [f"prmt.b32 t, {words}, {picks};", f"movmatrix.sync.aligned.m8n8.trans.b16 {name}, t;"]
-    return lines + ["prmt.b32 q0, p0, p1, 0x6341;", "prmt.b32 q1, p1, p2, 0x6341;"]
+    return [*lines, "prmt.b32 q0, p0, p1, 0x6341;", "prmt.b32 q1, p1, p2, 0x6341;"]
 
 
 def _value_cubic3() -> str:
@@ -231,9 +232,7 @@ prmt.b32 $3, $5, $7, 0x5274;""")
 def in_order3(queries, HEADS: gl.constexpr):
     """Coordinates of a plane of the queries in the order in which `key_levels3` leaves codes."""
     if HEADS == 4:
-        return gl.inline_asm_elementwise(
-            _TURN4, "=&r,=&r,r,r", [queries], dtype=gl.int8, is_pure=True, pack=8
-        )
+        return gl.inline_asm_elementwise(_TURN4, "=&r,=&r,r,r", [queries], dtype=gl.int8, is_pure=True, pack=8)
     else:
         return gl.inline_asm_elementwise(
             _TURN8, "=&r,=&r,=&r,=&r,r,r,r,r", [queries], dtype=gl.int8, is_pure=True, pack=16

@@ -6,8 +6,8 @@ travel by TMA into a ring of STAGES buffers, across the borders of jobs and sequ
 job is one piece (out normalised, log2 of the summed weights); `fast_merge` puts pieces together.
 
 In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
-     size one [pages · kv_heads, key or value, …], of 3 bits [pages · kv_heads, 1, page_size, 24 of 32], which only say
-     where a tile goes: 3 bits are read from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
+     size one [pages · kv_heads, key or value, …]; where a side has 3 bits, it and the scales come through `fast_ring`
+     from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
      keys_at · 8 and values_at · 8; scales: descriptor [pages · kv_heads, key or value, page_size] float16; q
      [tokens, heads, DIM], strided; signs float32 [DIM]: key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4
      for values (fast_levels), lanes of even columns; offset float32 [kv_heads, DIM] if OFFSET, which soft caps need;
@@ -15,8 +15,7 @@ In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] in
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
 Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
-     SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles, 2: one
-     tile each.
+     SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles, 2: one, of 3 bits.
 The launcher guarantees: ROWS ≤ 8, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
 kernel and its first three parameters are known to `prefetch_descriptors`.
 """
@@ -173,7 +172,7 @@ def fast_decode(
     cursor = (left, seq, job, tile, span, entry, inside)
     for i in range(gl.minimum(STAGES, left)):
         page = look_up(cursor, table, width)
-        fetch(cursor, page, i, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM, STAGES)
+        fetch(cursor, page, i, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
         cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
     slot = 0
     phase = 0
@@ -246,15 +245,15 @@ def fast_decode(
                 mbarrier.wait(bars.index(slot), phase)
             at_slot = wait_for(ring, slot, phase, SLOT, STAGES) if SLOT.bytes > 0 else 0
             if KEY_BITS != 3:
-                key_codes = s_keys.index(slot)._reinterpret(
-                    gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU)
-                ).index(0)  # fmt: skip
+                key_codes = s_keys.index(slot)._reinterpret(gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU))
+                key_codes = key_codes.index(0)
             else:
                 key_codes = at_slot
             if VALUE_BITS != 3:
                 value_codes = s_values.index(slot)._reinterpret(
                     gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU)
-                ).index(SIDES - 1)  # fmt: skip
+                )
+                value_codes = value_codes.index(SIDES - 1)
             else:
                 value_codes = at_slot + SLOT.values
             score = raw_scores(key_codes, queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
@@ -319,8 +318,7 @@ def fast_decode(
             sums = add_values(value_codes, w, sums, value_constants, VALUE_BITS, LEVELS, mma)
             if cursor[0] > 0:
                 fetch(
-                    cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM,
-                    STAGES,
+                    cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM
                 )
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
             slot += 1

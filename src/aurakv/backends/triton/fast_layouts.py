@@ -51,7 +51,8 @@ def copy_units(bits, dim):
 
 @gluon.constexpr_function
 def shared_unit_layout(tile, units):
-    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled among 8."""
+    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled among
+    8."""
     count = (tile * units - 1).bit_length()
     inner = (units - 1).bit_length()
     flat = [[0, 1 << i] if i < inner else [1 << i - inner, 0] for i in range(count)]

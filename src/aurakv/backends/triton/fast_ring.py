@@ -73,9 +73,7 @@ def open_ring(SLOT: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def copy(source, size, target, bar):
-    gl.inline_asm_elementwise(
-        _COPY, "=r,l,r,r,r", [source, size, target, bar], dtype=gl.int32, is_pure=False, pack=1
-    )
+    gl.inline_asm_elementwise(_COPY, "=r,l,r,r,r", [source, size, target, bar], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

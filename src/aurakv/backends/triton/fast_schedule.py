@@ -139,7 +139,7 @@ def copy_codes(source, piece, row, bar, buffer, BITS: gl.constexpr, DIM: gl.cons
 @gluon.jit
 def fetch(
     cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE: gl.constexpr, TILE: gl.constexpr,
-    KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+    KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of the tile under the cursor into a slot of the ring."""
     piece = page * kv_heads + cursor[2] // cursor[4][4]
@@ -159,7 +159,7 @@ def fetch(
         codes, size, page_size, ring = rows[0]
         count = TILE if WHOLE else gl.minimum(TILE, page_size - row)
         start = codes + piece.to(gl.int64) * (size * 8)
-        at, end = ring + SLOT.bytes * slot, ring + SLOT.bytes * STAGES + 8 * slot
+        at, end = ring + SLOT.bytes * slot, ring + SLOT.bytes * bars.shape[0] + 8 * slot
         if SLOT.copies == 1:
             copy(start, SLOT.bytes, at, end)
         else:

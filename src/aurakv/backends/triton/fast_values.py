@@ -118,10 +118,7 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
 def add_values3(tile, w, sums, constants, LEVELS: gl.constexpr, A: gl.constexpr):
     at = triples(tile, w.shape[0], 2)
     c0, c1 = in_octets(constants[0]), in_octets(constants[1])
-    if LEVELS == MINIFLOAT:
-        planes = value_levels_minifloat3(at)
-    else:
-        planes = value_levels_cubic3(at, c0, c1)
+    planes = value_levels_minifloat3(at) if LEVELS == MINIFLOAT else value_levels_cubic3(at, c0, c1)
     new = ()
     for i in gl.static_range(8):
         total = mma_v2(side_by_side(planes[i], planes[i + 8], A), w, sums[i])
