@@ -418,6 +418,19 @@ def test_says_why_not() -> None:
     assert "same dim" in (fast_attend.why_not_format(Format.parse("k4v4", (128, 64))) or "")
 
 
+@pytest.mark.parametrize("table", ["", ":[-3.5,-2.5,-1.5,-0.5,0.5,1.5,2.5,3.5]"])
+def test_cubic_of_three_bits(table: str) -> None:
+    """The kernel's arithmetic in float16, also for evenly spaced levels, is nearer than float16 weights are."""
+    format = Format.parse(f"k3/v3{table}", 128)
+    levels = fast_levels.levels(format)
+    assert levels is not None
+    r = torch.tensor([levels.value.words[0] & 0xFFFF], dtype=torch.uint16).view(torch.float16).float()
+    x = torch.arange(8) - 3.5
+    made = ((x * x + r).half().float() * x).half().double() * levels.value.step
+    exact = torch.tensor(format.value.levels, dtype=torch.float64)
+    assert (made - exact).norm() <= 4e-4 * exact.norm()
+
+
 def compile_kernel(kernel: Any, types: dict[str, str], fixed: dict[str, Any], capability: int, options: Any) -> Any:
     names = kernel.arg_names
     signature = {n: types.get(n, "i32") for n in names}

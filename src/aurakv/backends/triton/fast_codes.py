@@ -167,8 +167,8 @@ def _units3(at: str) -> list[str]:
 
 
 def _value_cubic3() -> str:
-    """$0-$15: x + b·x³ of codes 0-15 of the 48 bits that are lane g's, x = code − 3.5. $16: the lane's address.
-    $18 $20: 1 and b in both halves."""
+    """$0-$15: x·(x² + r) of codes 0-15 of the 48 bits that are lane g's, x = code − 3.5. $16: the lane's address.
+    $18: r in both halves."""
     lines = ["{", *_units3("$16"), ".reg .b32 r0, r1, r2, x, magic, unit, middle;"]
     lines += ["mov.b32 magic, 0x64006400;", "shl.b32 r0, p0, 1;", "shr.u32 r1, p1, 1;", "shr.u32 r2, p2, 9;"]
     # a code's place is at least bit 1, so that its middle is a float16 number
@@ -177,8 +177,7 @@ def _value_cubic3() -> str:
     for i, (word, at) in enumerate(places):
         lines.append(f"lop3.b32 x, {word}, {0x00070007 << at}, magic, 0xEA;")
         lines += [f"mov.b32 unit, {half2(2.0**-at)};", f"mov.b32 middle, {half2(-(1024 * 2.0**-at + 3.5))};"]
-        lines += ["fma.rn.f16x2 x, x, unit, middle;", "mul.rn.f16x2 t, x, x;", "fma.rn.f16x2 t, t, $20, $18;"]
-        lines.append(f"mul.rn.f16x2 ${i}, t, x;")
+        lines += ["fma.rn.f16x2 x, x, unit, middle;", "fma.rn.f16x2 t, x, x, $18;", f"mul.rn.f16x2 ${i}, t, x;"]
     return "\n".join([*lines, "}"])
 
 
@@ -209,7 +208,7 @@ _COMPLEMENT3 = gl.constexpr(_complement3())
 
 
 _KEY3_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 24))
-_CUBIC3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 6))
+_CUBIC3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 4))
 _MINIFLOAT3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 2))
 
 
@@ -240,10 +239,10 @@ def in_order3(queries, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def value_levels_cubic3(at, one, bend):
+def value_levels_cubic3(at, r):
     """Where each lane has 32 codes (`triples`) -> 16 float16 tensors: levels of the codes of each lane's 6 bytes."""
     return gl.inline_asm_elementwise(
-        _VALUE_CUBIC3, _CUBIC3_OPERANDS, [at, one, bend],
+        _VALUE_CUBIC3, _CUBIC3_OPERANDS, [at, r],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
                gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=False, pack=2)  # fmt: skip

@@ -117,13 +117,13 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
 @gluon.jit
 def add_values3(tile, w, sums, constants, LEVELS: gl.constexpr, A: gl.constexpr):
     at = triples(tile, w.shape[0], 2)
-    c0, c1 = in_octets(constants[0]), in_octets(constants[1])
-    planes = value_levels_minifloat3(at) if LEVELS == MINIFLOAT else value_levels_cubic3(at, c0, c1)
+    constant = in_octets(constants[0])
+    planes = value_levels_minifloat3(at) if LEVELS == MINIFLOAT else value_levels_cubic3(at, constant)
     new = ()
     for i in gl.static_range(8):
         total = mma_v2(side_by_side(planes[i], planes[i + 8], A), w, sums[i])
         if LEVELS == MINIFLOAT:
-            first, last = complement3(planes[i], c0), complement3(planes[i + 8], c0)
+            first, last = complement3(planes[i], constant), complement3(planes[i + 8], constant)
             total = mma_v2(side_by_side(first, last, A), w, total)
         new = new + (total,)  # noqa: RUF005
     return new
