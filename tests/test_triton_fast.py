@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import subprocess
 import tempfile
 from typing import Any
@@ -30,8 +31,8 @@ needs_gpu = pytest.mark.skipif(
 )
 DEFAULT = Scoring()
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
-FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4", "k3v3", "k3v4", "k8:cubic/v3",
-           "k3/v3:minifloat"]  # fmt: skip
+THREE = ["k3v3", "k3/v3:minifloat", "k3v4", "k4v3", "k8:cubic/v3"]  # bits, copied and read in their own way
+FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4", *THREE]
 LIMIT = {"k2": 1e-3, "k3": 1e-3, "k4": 1e-3, "k8": 4e-3}  # float16 holds cubic levels of 8 bits to 1e-4
 
 
@@ -119,6 +120,21 @@ def test_lengths(lengths: list[int], page_size: int) -> None:
 def test_contiguous_of_any_size(group: int) -> None:
     pages = make_pages(MINIFLOAT, 128, [700, 1000, 3], 2, 1000)
     close(*run(make_queries(pages, group), pages))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", THREE)
+@pytest.mark.parametrize("page_size", [32, 128, 333])
+@pytest.mark.parametrize("group", [4, 8])
+def test_three_bits(name: str, page_size: int, group: int) -> None:
+    """Pages of whole tiles of 32 and 64 tokens, and contexts of which the last tile is not whole."""
+    lengths = [700, page_size, 3, 0, 333] if page_size < 333 else [page_size, 7, 320, 0, page_size - 1]
+    pages = make_pages(name, 128, lengths, 2, page_size)
+    limit = LIMIT[name[:2]]
+    close(*run(make_queries(pages, group), pages), limit=limit)
+    close(*run(make_queries(pages, group), pages, Scoring(window=70, sinks=5, first=2, recent=3)), limit=limit)
+    q = torch.randn(8, 2 * group, 128, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+    close(*run(q, with_offsets(pages), Scoring(window=66, sinks=65), starts=[0, 2, 3, 3, 5, 8]), limit=limit)
 
 
 @needs_gpu
@@ -437,6 +453,19 @@ def test_says_why_not() -> None:
     assert "same dim" in (fast_attend.why_not_format(Format.parse("k4v4", (128, 64))) or "")
 
 
+@pytest.mark.parametrize("table", ["", ":[-3.5,-2.5,-1.5,-0.5,0.5,1.5,2.5,3.5]"])
+def test_cubic_of_three_bits(table: str) -> None:
+    """The kernel's arithmetic in float16, also for evenly spaced levels, is nearer than float16 weights are."""
+    format = Format.parse(f"k3/v3{table}", 128)
+    levels = fast_levels.levels(format)
+    assert levels is not None
+    r = torch.tensor([levels.value.words[0] & 0xFFFF], dtype=torch.uint16).view(torch.float16).float()
+    x = torch.arange(8) - 3.5
+    made = ((x * x + r).half().float() * x).half().double() * levels.value.step
+    exact = torch.tensor(format.value.levels, dtype=torch.float64)
+    assert (made - exact).norm() <= 4e-4 * exact.norm()
+
+
 def compile_kernel(kernel: Any, types: dict[str, str], fixed: dict[str, Any], capability: int, options: Any) -> Any:
     names = kernel.arg_names
     signature = {n: types.get(n, "i32") for n in names}
@@ -453,7 +482,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
     key, value = format.key, format.value
     fixed = {"GROUP": group, "ROWS": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True}
     fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
-    fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": not several}
+    fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": 0 if several else 2}
     fixed |= {"BALANCE": several}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
     both = 2 if key.bits == value.bits != 3 else 1
@@ -501,6 +530,9 @@ def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int
     print(usage.strip().splitlines()[-1])
     assert "STACK:0" in usage
     assert "LOCAL:0" in usage
+    shared = re.search(r"SHARED:(\d+)", usage)  # before Triton's own, which it takes to be aligned
+    assert shared is not None
+    assert int(shared[1]) % 1024 == 0
 
 
 @pytest.mark.parametrize("together", [1, 8])

@@ -143,8 +143,7 @@ def prepare_fast(
         stride, programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and pages.key_offset is not None, STAGES=STAGES,
-        WHOLE=pages.page_size % _tile(pages) == 0, BALANCE=balance is not None, **flags,
-        num_warps=1, maxnreg=_registers(format, rows),
+        WHOLE=_whole(pages), BALANCE=balance is not None, **flags, num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
     together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
@@ -222,6 +221,13 @@ def _page_tiles(pages: Pages) -> int:
     return -(-pages.page_size // _tile(pages))
 
 
+def _whole(pages: Pages) -> int:
+    """0: a tile may reach beyond its page. 2: a page of 3-bit codes is a tile, and one copy."""
+    if pages.page_size % _tile(pages):
+        return 0
+    return 2 if pages.page_size == _tile(pages) and pages.format.key.bits == pages.format.value.bits == 3 else 1
+
+
 def _residents(format: Format, rows: int) -> int:
     """Programs that share a multiprocessor: two or three for each of its four parts."""
     return 8 if _light(format) or _registers(format, rows) > 168 else 16 if _registers(format, rows) <= 128 else 12
@@ -231,7 +237,7 @@ def _light(format: Format) -> bool:
     """Whether memory bounds it rather than arithmetic."""
     levels = fast_levels.levels(format)
     minifloat = levels is not None and levels.value.kind == fast_levels.MINIFLOAT
-    return minifloat and format.key.dim == 128 and format.key.bits < 8
+    return minifloat and format.value.bits == 4 and format.key.dim == 128 and format.key.bits < 8
 
 
 def _registers(format: Format, rows: int) -> int:
@@ -264,7 +270,7 @@ def _descriptors(pages: Pages) -> tuple[TensorDescriptor, ...]:
 
         def codes(at: int, codec: Codec) -> TensorDescriptor:
             start = words.storage_offset() + at // 2
-            if codec.bits == 3:  # rows of 48 bytes, to which TMA adds 16 of zeros
+            if codec.bits == 3:  # not used: `fast_ring` copies these
                 view = words.as_strided((pieces, 1, pages.page_size, 24), (size, size, 24, 1), start)
                 return TensorDescriptor.from_tensor(view, [1, 1, tile, 32], gl.NVMMASharedLayout(64, 16, rank=4))
             lines = -(-pages.page_size * codec.row_bytes // 128)

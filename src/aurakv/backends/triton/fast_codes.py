@@ -4,13 +4,14 @@ Keys of 4 bits. A row is 16-bit units of four codes; a unit is a PRMT selector a
 as bytes, `prmt(low, w)` gives the level of codes below 8 (and −1 for the others: PRMT replicates the sign of a byte
 whose selector has bit 3 set), `prmt(high + 1, w ^ 0x8888)` gives level + 1 of the codes from 8 on and 0 for the others.
 Their sum is the level; a second integer MMA does the addition. Of 2 bits: codes under masks are selectors, one MMA. Of
-3 bits: 12 bytes of a row belong to a lane; codes are spread to nibbles. Of 8 bits: a cubic in float16, `_key_cubic`.
+3 bits: 12 bytes of a row belong to a lane. Codes 4k + r lie 12 bits apart, so that in the three words, laid over each
+other, each has a nibble of its own; queries follow that order. Of 8 bits: a cubic in float16, `_key_cubic`.
 
 Values. `ldmatrix.trans` on 16-bit units gives registers [token t: a unit | token t+1: the same unit]; code i of both
 halves is one half2. MINIFLOAT: a 4-bit code at bits 8-11 of a half (3 bits: 9-11) is a small float f(code); level =
 f(code) − f(last code − code), by two MMAs. CUBIC: 1024 + code by the exponent trick, then a cubic in half2 arithmetic.
 BITS: 2-bit codes under a mask are tiny floats; a second MMA adds what the upper bit has too much. Of 3 bits: 6 bytes
-belong to a lane, so lanes exchange their units first.
+belong to a lane, which no `ldmatrix` reads: lanes read as for keys, and `movmatrix` transposes.
 
 Inline assembly here moves data between lanes or changes the meaning of the index; the callers' layouts say how.
 """
@@ -134,74 +135,63 @@ _VALUE_BITS = gl.constexpr(_value_bits())
 _KEY_CUBIC = gl.constexpr(_key_cubic())
 
 
+def _triple(at: str) -> list[str]:
+    """a b c: the 96 bits of 32 codes of one token."""
+    return [f"ld.shared.b32 {word}, [{at}+{4 * i}];" for i, word in enumerate("abc")]
+
+
 def _key3() -> str:
-    """$0-$7: levels of codes 0-3, 4-7, … of a lane's 32. $8 $12 $16: its three words; $20 $28: levels."""
-    lines = ["{", ".reg .b32 x, h, t;"]
-    groups = ("mov.b32 x, $8;", "shf.r.wrap.b32 x, $8, $12, 24;", "shf.r.wrap.b32 x, $12, $16, 16;")
-    for s, group in enumerate((*groups, "shr.u32 x, $16, 8;")):  # 8 codes: 24 bits to 8 nibbles
-        lines += [group] + (["and.b32 x, x, 0x00ffffff;"] if s < 3 else [])
-        lines += ["and.b32 h, x, 0x00fff000;", "mad.lo.u32 x, h, 15, x;"]
-        lines += ["and.b32 h, x, 0x0fc00fc0;", "mad.lo.u32 x, h, 3, x;"]
-        lines += ["and.b32 h, x, 0x38383838;", "add.u32 x, x, h;", "shr.u32 t, x, 16;"]
-        lines += [f"prmt.b32 ${2 * s}, $20, $28, x;", f"prmt.b32 ${2 * s + 1}, $20, $28, t;"]
+    """$0-$7: levels of a lane's 32 codes at $8; registers 2r and 2r + 1 those of codes 4k + r, k in the order 0 3 6 1
+    and 4 7 2 5. $16 $24: levels."""
+    lines = ["{", ".reg .b32 a, b, c, x, t;", *_triple("$8")]
+    for r in range(4):
+        # codes 12 bits apart in three words: none is where another is modulo 32, and each in a nibble of its own
+        masks = [sum(1 << bit % 32 for i in range(r, 32, 4) for bit in range(3 * i, 3 * i + 3) if bit // 32 == w)
+                 for w in range(3)]  # fmt: skip
+        lines += [f"and.b32 x, a, {masks[0]};", f"lop3.b32 x, b, {masks[1]}, x, 0xEA;"]
+        lines += [f"lop3.b32 x, c, {masks[2]}, x, 0xEA;"]
+        lines += [f"shf.r.wrap.b32 t, x, x, {3 * r + 16};"]
+        lines += [f"shf.r.wrap.b32 x, x, x, {3 * r};"] if r else []
+        lines += [f"prmt.b32 ${2 * r}, $16, $24, x;", f"prmt.b32 ${2 * r + 1}, $16, $24, t;"]
     return "\n".join([*lines, "}"])
 
 
-def _exchange3() -> list[str]:
-    """p0 p1 p2: units 3g, 3g + 1, 3g + 2 from $16-$18, which are units g, g + 8, g + 16."""
-    lines = [".reg .b32 l, g, a, s0, s1, s2, p0, p1, p2, t;"]
-    # unit 3g + j is in lane (3g + j) mod 8 = g', which sends its unit number (g' + 2j) mod 3
-    lines += [".reg .pred one, two;", "mov.u32 l, %laneid;", "shr.u32 g, l, 2;", "mul.lo.u32 a, g, 11;"]
-    lines += ["shr.u32 a, a, 5;", "mul.lo.u32 a, a, 3;", "sub.u32 a, g, a;"]
-    lines += ["setp.eq.u32 one, a, 1;", "setp.eq.u32 two, a, 2;"]
-    for j, (zero, first, second) in enumerate((("$16", "$17", "$18"), ("$18", "$16", "$17"), ("$17", "$18", "$16"))):
-        lines += [f"selp.b32 s{j}, {first}, {zero}, one;", f"selp.b32 s{j}, {second}, s{j}, two;"]
-    lines += ["and.b32 l, l, 3;", "mad.lo.u32 l, g, 12, l;"]
-    for j in range(3):
-        lines += [f"add.u32 t, l, {4 * j};", "and.b32 t, t, 31;", f"shfl.sync.idx.b32 p{j}, s{j}, t, 0x1f, 0xffffffff;"]
-    return lines
+def _units3(at: str) -> list[str]:
+    """p0 p1 p2: units 3g, 3g + 1, 3g + 2 of tokens 2c (lower halves) and 2c + 1, from the three words of 32 codes that
+    each lane finds at its address. q0 q1: the units that begin in the middle of p0 and of p1."""
+    lines = [".reg .b32 a, b, c, p0, p1, p2, q0, q1, t;", *_triple(at)]
+    # columns 2c and 2c + 1 of an 8×8 matrix become rows: the first three units of the words, and the last three
+    for name, words, picks in (("p0", "a, b", 0x7610), ("p1", "a, c", 0x5432), ("p2", "b, c", 0x7610)):
+        lines += [f"prmt.b32 t, {words}, {picks};", f"movmatrix.sync.aligned.m8n8.trans.b16 {name}, t;"]
+    return [*lines, "prmt.b32 q0, p0, p1, 0x6341;", "prmt.b32 q1, p1, p2, 0x6341;"]
 
 
 def _value_cubic3() -> str:
-    """$0-$15: x + b·x³ of codes 0-15 of the 48 bits that are lane g's, x = code − 3.5. $16-$18: units g, g + 8, g + 16.
-    $19 $21: 1 and b in both halves."""
-    lines = ["{", *_exchange3(), ".reg .b32 q0, q1, q2, x, magic, unit, middle;"]
-    lines += ["mov.b32 magic, 0x64006400;", "shr.u32 q0, p0, 8;", "shr.u32 q1, p1, 7;", "shr.u32 q2, p2, 9;"]
-    lines += ["shl.b32 p0, p0, 1;"]  # a code's place is at least bit 1, so that its middle is a float16 number
-    places = (("p0", 1), ("p0", 4), ("p0", 7), ("q0", 1), ("q0", 4), None, ("p1", 2), ("p1", 5), ("q1", 1), ("q1", 4),
-              None, ("p2", 1), ("p2", 4), ("p2", 7), ("q2", 1), ("q2", 4))  # fmt: skip
-    for i, place in enumerate(places):
-        if place is None:  # two words share the code; its place is bit 7
-            low, high, shift, mask = ("q0", "p1", 8, 0x0080) if i == 5 else ("q1", "p2", 9, 0x0180)
-            rest = 0x0380 ^ mask
-            lines += [f"lop3.b32 x, {low}, {mask << 16 | mask}, magic, 0xEA;", f"shl.b32 t, {high}, {shift};"]
-            lines.append(f"lop3.b32 x, t, {rest << 16 | rest}, x, 0xEA;")
-        else:
-            mask = 7 << place[1]
-            lines.append(f"lop3.b32 x, {place[0]}, {mask << 16 | mask}, magic, 0xEA;")
-        k = 7 if place is None else place[1]
-        lines += [f"mov.b32 unit, {half2(2.0**-k)};", f"mov.b32 middle, {half2(-(1024 * 2.0**-k + 3.5))};"]
-        lines += ["fma.rn.f16x2 x, x, unit, middle;", "mul.rn.f16x2 t, x, x;", "fma.rn.f16x2 t, t, $21, $19;"]
-        lines.append(f"mul.rn.f16x2 ${i}, t, x;")
+    """$0-$15: x·(x² + r) of codes 0-15 of the 48 bits that are lane g's, x = code − 3.5. $16: the lane's address.
+    $18: r in both halves."""
+    lines = ["{", *_units3("$16"), ".reg .b32 r0, r1, r2, x, magic, unit, middle;"]
+    lines += ["mov.b32 magic, 0x64006400;", "shl.b32 r0, p0, 1;", "shr.u32 r1, p1, 1;", "shr.u32 r2, p2, 9;"]
+    # a code's place is at least bit 1, so that its middle is a float16 number
+    places = (("r0", 1), ("r0", 4), ("r0", 7), ("q0", 1), ("q0", 4), ("q0", 7), ("p1", 2), ("p1", 5), ("r1", 7),
+              ("q1", 3), ("q1", 6), ("p2", 1), ("p2", 4), ("p2", 7), ("r2", 1), ("r2", 4))  # fmt: skip
+    for i, (word, at) in enumerate(places):
+        lines.append(f"lop3.b32 x, {word}, {0x00070007 << at}, magic, 0xEA;")
+        lines += [f"mov.b32 unit, {half2(2.0**-at)};", f"mov.b32 middle, {half2(-(1024 * 2.0**-at + 3.5))};"]
+        lines += ["fma.rn.f16x2 x, x, unit, middle;", "fma.rn.f16x2 t, x, x, $18;", f"mul.rn.f16x2 ${i}, t, x;"]
     return "\n".join([*lines, "}"])
 
 
 def _value_minifloat3() -> str:
-    """$0-$15: f(code) of codes 0-15 of lane g's 48 bits, the code at bits 9-11 of each half. $16-$18 as above."""
+    """$0-$15: f(code) of codes 0-15 of lane g's 48 bits, the code at bits 9-11 of each half. $16 as above."""
     mask, tail = 0x0E000E00, MINIFLOAT_TAIL[3] << 16 | MINIFLOAT_TAIL[3]
-
-    def moved(word: str, left: int) -> list[str]:
-        return [f"shl.b32 t, {word}, {left};" if left > 0 else f"shr.u32 t, {word}, {-left};"]
-
-    lines = ["{", *_exchange3()]
+    lines = ["{", *_units3("$16")]
+    starts = {"p0": 0, "p1": 16, "p2": 32, "q0": 8, "q1": 24}  # of the 48 bits
     for i in range(16):
-        word, at = divmod(3 * i, 16)
-        some = mask if at <= 13 else 0x02000200 if at == 15 else 0x06000600  # a code may go on in the next word
-        lines += moved(f"p{word}", 9 - at)
-        lines.append(f"lop3.b32 ${i}, t, {some}, {tail}, 0xEA;")  # (t & mask) | tail
-        if some != mask:
-            lines += moved(f"p{word + 1}", 25 - at)
-            lines.append(f"lop3.b32 ${i}, t, {mask ^ some}, ${i}, 0xEA;")
+        left = {word: 9 - (3 * i - start) for word, start in starts.items() if 0 <= 3 * i - start <= 13}
+        word = "q1" if i == 11 else next(iter(left))  # which has code 11 in its place
+        moved = f"shl.b32 t, {word}, {left[word]};" if left[word] > 0 else f"shr.u32 t, {word}, {-left[word]};"
+        lines += [moved] if left[word] else []
+        lines.append(f"lop3.b32 ${i}, {'t' if left[word] else word}, {mask}, {tail}, 0xEA;")  # (t & mask) | tail
     return "\n".join([*lines, "}"])
 
 
@@ -217,34 +207,52 @@ _VALUE_MINIFLOAT3 = gl.constexpr(_value_minifloat3())
 _COMPLEMENT3 = gl.constexpr(_complement3())
 
 
-_KEY3_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 28))
-_VALUE3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 7))
-_MINIFLOAT3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 3))
+_KEY3_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 24))
+_CUBIC3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 4))
+_MINIFLOAT3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 2))
 
 
 @gluon.jit
-def key_levels3(a, b, c, low, high):
-    """A lane's three words of a row, each four times -> 4 int8 tensors: levels of 8 codes each."""
+def key_levels3(at, low, high):
+    """Where each lane has 32 codes (`triples`) -> 4 int8 tensors: levels of 8 codes each."""
     return gl.inline_asm_elementwise(
-        _KEY3, _KEY3_OPERANDS, [a, b, c, low, high],
-        dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8)  # fmt: skip
+        _KEY3, _KEY3_OPERANDS, [at, low, high],
+        dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=False, pack=8)  # fmt: skip
+
+
+_TURN4 = gl.constexpr("prmt.b32 $0, $2, $3, 0x1630;\nprmt.b32 $1, $2, $3, 0x5274;")
+_TURN8 = gl.constexpr("""prmt.b32 $0, $4, $6, 0x1630;
+prmt.b32 $1, $5, $7, 0x1630;
+prmt.b32 $2, $4, $6, 0x5274;
+prmt.b32 $3, $5, $7, 0x5274;""")
 
 
 @gluon.jit
-def value_levels_cubic3(a, b, c, one, bend):
-    """Units 0-7, 8-15, 16-23 -> 16 float16 tensors: levels of the codes of each lane's 6 bytes."""
+def in_order3(queries, HEADS: gl.constexpr):
+    """Coordinates of a plane of the queries in the order in which `key_levels3` leaves codes."""
+    if HEADS == 4:
+        return gl.inline_asm_elementwise(_TURN4, "=&r,=&r,r,r", [queries], dtype=gl.int8, is_pure=True, pack=8)
+    else:
+        return gl.inline_asm_elementwise(
+            _TURN8, "=&r,=&r,=&r,=&r,r,r,r,r", [queries], dtype=gl.int8, is_pure=True, pack=16
+        )
+
+
+@gluon.jit
+def value_levels_cubic3(at, r):
+    """Where each lane has 32 codes (`triples`) -> 16 float16 tensors: levels of the codes of each lane's 6 bytes."""
     return gl.inline_asm_elementwise(
-        _VALUE_CUBIC3, _VALUE3_OPERANDS, [a, b, c, one, bend],
+        _VALUE_CUBIC3, _CUBIC3_OPERANDS, [at, r],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
                gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=False, pack=2)  # fmt: skip
 
 
 @gluon.jit
-def value_levels_minifloat3(a, b, c):
+def value_levels_minifloat3(at):
     """The same for minifloat tables, level = f(code) − f(7 − code): f of the codes."""
     return gl.inline_asm_elementwise(
-        _VALUE_MINIFLOAT3, _MINIFLOAT3_OPERANDS, [a, b, c],
+        _VALUE_MINIFLOAT3, _MINIFLOAT3_OPERANDS, [at],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
                gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=False, pack=2)  # fmt: skip

@@ -6,8 +6,8 @@ travel by TMA into a ring of STAGES buffers, across the borders of jobs and sequ
 job is one piece (out normalised, log2 of the summed weights); `fast_merge` puts pieces together.
 
 In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
-     size one [pages · kv_heads, key or value, …], of 3 bits [pages · kv_heads, 1, page_size, 24 of 32], which only say
-     where a tile goes: 3 bits are read from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
+     size one [pages · kv_heads, key or value, …]; where a side has 3 bits, it and the scales come through `fast_ring`
+     from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
      keys_at · 8 and values_at · 8; scales: descriptor [pages · kv_heads, key or value, page_size] float16; q
      [tokens, heads, DIM], strided, divided by balance float32 [kv_heads, DIM] if BALANCE; signs float32 [DIM]:
      key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4 for values (fast_levels), lanes of even columns;
@@ -15,7 +15,7 @@ In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] in
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
 Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
-     SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles.
+     SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles, 2: one, of 3 bits.
 The launcher guarantees: ROWS ≤ 8, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
 kernel and its first three parameters are known to `prefetch_descriptors`.
 """
@@ -34,16 +34,14 @@ from .fast_layouts import (
     copy_units,
     key_half_layout,
     key_layout,
-    key_quarter_layout,
     shared_unit_layout,
-    value_eighth_layout,
     weight_layout,
 )
 from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch, prefetch_descriptors
+from .fast_ring import make_slot, octet_slice, open_ring, read_scales, wait_for
 from .fast_schedule import (
     add,
     advance,
-    arrivals,
     enter,
     fetch,
     look_up,
@@ -125,22 +123,28 @@ def fast_decode(
     scan = (first, recent, window, sinks)
     where = (starts, tokens, ends, lengths)
 
+    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, TILE, WHOLE == 2)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     SIDES: gl.constexpr = 2 if KEY_BITS == VALUE_BITS and KEY_BITS != 3 else 1  # of a copy
-    s_keys = gl.allocate_shared_memory(gl.int16, [STAGES] + keys.block_type.shape, keys.layout)  # noqa: RUF005
+    s_keys = bars
+    if KEY_BITS != 3:
+        s_keys = gl.allocate_shared_memory(gl.int16, [STAGES] + keys.block_type.shape, keys.layout)  # noqa: RUF005
     s_values = s_keys
-    if SIDES == 1:
+    if SIDES == 1 and VALUE_BITS != 3:
         s_values = gl.allocate_shared_memory(gl.int16, [STAGES] + values.block_type.shape, values.layout)  # noqa: RUF005
-    s_scales = gl.allocate_shared_memory(gl.float16, [STAGES] + scales.block_type.shape, scales.layout)  # noqa: RUF005
+    s_scales = bars
+    if SLOT.bytes == 0:
+        s_scales = gl.allocate_shared_memory(gl.float16, [STAGES] + scales.block_type.shape, scales.layout)  # noqa: RUF005
     QUERY: gl.constexpr = gl.float16 if KEY_BITS == 8 else gl.int8
     s_query = gl.allocate_shared_memory(
         QUERY, [PLANES * 2 * HEADS, DIM // PLANES],
         gl.SwizzledSharedLayout(4 if KEY_BITS < 8 else 8, 1, 8 if KEY_BITS < 8 or DIM > 64 else 4, [1, 0]),
     )  # fmt: skip
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=arrivals(KEY_BITS, VALUE_BITS))
+        mbarrier.init(bars.index(i), count=1)
     sources = (keys, values, scales)
-    rows = ((codes, piece_size, page_size), keys_at, values_at)
+    ring = open_ring(SLOT, STAGES) if SLOT.bytes > 0 else 0
+    rows = ((codes, piece_size, page_size, ring), keys_at, values_at)
     buffers = (s_keys, s_values, s_scales)
 
     # this program's tiles
@@ -178,19 +182,17 @@ def fast_decode(
     if KEY_BITS == 8:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_half_layout(TILE, KU))
     elif KEY_BITS == 3:
-        KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, key_quarter_layout(TILE, 8)))
+        KEYS: gl.constexpr = octet_slice(TILE, 8, 3)
     else:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_layout(TILE, KU))
     key0 = lane_constant(constants, 0, KEYS)[None, :]
     key1 = lane_constant(constants, 1, KEYS)[None, :]
     key2 = lane_constant(constants, 2, KEYS)[None, :]
     key3 = lane_constant(constants, 3, KEYS)[None, :]
-    if KEY_BITS == 3:
-        key0 = gl.expand_dims(key0, 1)
-        key1 = gl.expand_dims(key1, 1)
-    VALUES: gl.constexpr = gl.SliceLayout(
-        0, B2 if VALUE_BITS == 2 else value_eighth_layout(TILE) if VALUE_BITS == 3 else A2
-    )
+    if VALUE_BITS == 3:
+        VALUES: gl.constexpr = octet_slice(TILE, 2, 3)
+    else:
+        VALUES: gl.constexpr = gl.SliceLayout(0, B2 if VALUE_BITS == 2 else A2)
     value0 = lane_constant(constants, 4, VALUES)[None, :]
     value1 = lane_constant(constants, 5, VALUES)[None, :]
     value2 = lane_constant(constants, 6, VALUES)[None, :]
@@ -216,6 +218,7 @@ def fast_decode(
     token = gl.arange(0, TILE, layout=TOKEN)
     o_head = gl.arange(0, HEADS, layout=HEAD)
     SCALE: gl.constexpr = gl.SliceLayout(1, WEIGHTS) if HEADS == 4 else TOKEN
+    SCALE_SHAPE: gl.constexpr = [TILE // 16, 2, 4, 2] if HEADS == 4 else [TILE]
 
     while left > 0:
         n = gl.minimum(span[1] - tile, left)
@@ -227,7 +230,7 @@ def fast_decode(
         s_query.store(parts)
         queries = ()
         for i in gl.static_range(PLANES):
-            queries = queries + (load_plane(s_query, i, HEADS, mma),)  # noqa: RUF005
+            queries = queries + (load_plane(s_query, i, KEY_BITS, HEADS, mma),)  # noqa: RUF005
         sums = empty_sums(VALUE_BITS, DIM, mma)
         total_weight = gl.zeros([8, 4], gl.float32, SUMS)
         step = gl.convert_layout(step, HEAD)
@@ -242,27 +245,37 @@ def fast_decode(
 
         for i in range(n):
             page = look_up(cursor, table, width)
-            mbarrier.wait(bars.index(slot), phase)
-            key_codes = s_keys.index(slot)._reinterpret(
-                gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU, KEY_BITS)
-            )
-            value_codes = s_values.index(slot)._reinterpret(
-                gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU, VALUE_BITS)
-            )
-            factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE], FLAT)
-            score = raw_scores(key_codes.index(0), queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
-            key_scale = finite(factors.index(0).load(TOKEN))
+            if KU + VU > 0:
+                mbarrier.wait(bars.index(slot), phase)
+            at_slot = wait_for(ring, slot, phase, SLOT, STAGES) if SLOT.bytes > 0 else 0
+            if KEY_BITS != 3:
+                key_codes = s_keys.index(slot)._reinterpret(gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU))
+                key_codes = key_codes.index(0)
+            else:
+                key_codes = at_slot
+            if VALUE_BITS != 3:
+                value_codes = s_values.index(slot)._reinterpret(
+                    gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU)
+                )
+                value_codes = value_codes.index(SIDES - 1)
+            else:
+                value_codes = at_slot + SLOT.values
+            score = raw_scores(key_codes, queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
+            if SLOT.bytes > 0:
+                key_scale = read_scales(at_slot + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
+                b_scale = read_scales(at_slot + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
+            else:
+                factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE], FLAT)
+                key_scale = factors.index(0).load(TOKEN)
+                if HEADS == 4:
+                    factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE // 16, 2, 4, 2], CUBE)
+                b_scale = factors.index(1).load(SCALE)
+            key_scale = finite(key_scale)
             each_step = gl.expand_dims(key_scale, H_AXIS) * gl.expand_dims(step, 1 - H_AXIS)
             if SOFTCAP:
                 score = capped(score * each_step + gl.expand_dims(bias, 1 - H_AXIS), cap, SOFTCAP)
                 each_step = 1.0
             d = score * each_step - gl.expand_dims(reference, 1 - H_AXIS)
-            if HEADS == 4:
-                b_scale = (
-                    s_scales.index(slot)._reinterpret(gl.float16, [2, TILE // 16, 2, 4, 2], CUBE).index(1).load(SCALE)
-                )
-            else:
-                b_scale = factors.index(1).load(SCALE)
             at_tile = position_of(tile + i, span, SCAN)
             if (at_tile * TILE < whole_lo) | ((at_tile + 1) * TILE > whole_hi):
                 at = gl.expand_dims(at_tile * TILE + token, H_AXIS)
@@ -306,7 +319,7 @@ def fast_decode(
                 total_weight += gl.sum(gl.sum(p.reshape([8, TILE // 8, 4, 2]), 3), 1)
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
-            sums = add_values(value_codes.index(SIDES - 1), w, sums, value_constants, VALUE_BITS, LEVELS, mma)
+            sums = add_values(value_codes, w, sums, value_constants, VALUE_BITS, LEVELS, mma)
             if cursor[0] > 0:
                 fetch(
                     cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM

@@ -12,8 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .fast_codes import key_levels2, key_levels3, key_levels4, key_levels8
-from .fast_layouts import key_half_layout, key_layout, key_quarter_layout, key_unit_layout, key_word_layout
+from .fast_codes import in_order3, key_levels2, key_levels3, key_levels4, key_levels8
+from .fast_layouts import key_half_layout, key_layout, key_unit_layout
+from .fast_ring import in_octets, triples
 
 
 @gluon.constexpr_function
@@ -47,9 +48,9 @@ def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
         if BITS == 2 and DIM == 128:  # head, lane, plane, code, half, part
             parts = parts.reshape([HEADS, 4, 4, 4, 2, 2])
             parts = gl.permute(parts, (2, 0, 5, 4, 1, 3) if HEADS == 4 else (2, 5, 0, 4, 1, 3))
-        elif BITS == 3:  # head, lane, plane, half, code, part
-            parts = parts.reshape([HEADS, 4, 4, 2, 4, 2])
-            parts = gl.permute(parts, (2, 0, 5, 3, 1, 4) if HEADS == 4 else (2, 5, 0, 3, 1, 4))
+        elif BITS == 3:  # head, lane, half, code, plane, part
+            parts = parts.reshape([HEADS, 4, 2, 4, 4, 2])
+            parts = gl.permute(parts, (4, 0, 5, 2, 1, 3) if HEADS == 4 else (4, 5, 0, 2, 1, 3))
         elif BITS == 2:  # head, lane, half, unit, code, odd, part: unit and odd make the plane
             parts = parts.reshape([HEADS, 4, 2, 4, 4, 2, 2])
             parts = gl.permute(parts, (3, 5, 0, 6, 2, 1, 4) if HEADS == 4 else (3, 5, 6, 0, 2, 1, 4))
@@ -63,13 +64,14 @@ def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
 
 
 @gluon.jit
-def load_plane(parts, plane: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+def load_plane(parts, plane: gl.constexpr, BITS: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
     WIDTH: gl.constexpr = 4 // (parts.dtype.primitive_bitwidth // 8)
     rows = parts.slice(plane * 2 * HEADS, 2 * HEADS)
     if HEADS == 4:
-        return rows.permute((1, 0)).load(gl.DotOperandLayout(operand_index=1, parent=mma, k_width=WIDTH))
+        queries = rows.permute((1, 0)).load(gl.DotOperandLayout(operand_index=1, parent=mma, k_width=WIDTH))
     else:
-        return rows.load(gl.DotOperandLayout(operand_index=0, parent=mma, k_width=WIDTH))
+        queries = rows.load(gl.DotOperandLayout(operand_index=0, parent=mma, k_width=WIDTH))
+    return in_order3(queries, HEADS) if BITS == 3 else queries
 
 
 @gluon.jit
@@ -127,20 +129,8 @@ def scores2(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, m
 
 
 @gluon.jit
-def four_times(words, TILE: gl.constexpr):
-    """Words [TILE, 4 lanes · 2 units] beside themselves, so that a lane has as many units of them as it gets levels."""
-    twice = gl.join(words, words)
-    words = gl.permute(gl.join(twice, twice).reshape([TILE, 4, 2, 2, 2]), (0, 1, 3, 4, 2)).reshape([TILE, 4, 8])
-    return gl.convert_layout(words, key_quarter_layout(TILE, 8), assert_trivial=True)
-
-
-@gluon.jit
-def scores3(codes, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
-    words = gl.permute(codes.load(key_word_layout(TILE)).reshape([TILE, 2, 2, 8]), (0, 3, 1, 2))
-    even, odd = gl.split(words)
-    a, c = gl.split(even)
-    b, _ = gl.split(odd)
-    planes = key_levels3(four_times(a, TILE), four_times(b, TILE), four_times(c, TILE), constants[0], constants[1])
+def scores3(tile, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    planes = key_levels3(triples(tile, TILE, 8), in_octets(constants[0]), in_octets(constants[1]))
     for i in gl.static_range(4):
         keys = gl.permute(planes[i].reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
         s = multiply(keys, queries[i], s, HEADS, mma)
@@ -161,7 +151,9 @@ def raw_scores(
     codes, queries, constants, BITS: gl.constexpr, TILE: gl.constexpr, U: gl.constexpr, HEADS: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [8, TILE], float32."""
+    """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [8, TILE], float32.
+
+    codes: of 3 bits the address of the tile."""
     DTYPE: gl.constexpr = gl.float32 if BITS == 8 else gl.int32
     s = gl.zeros([TILE, 8] if HEADS == 4 else [16, TILE], DTYPE, mma)
     if BITS == 3:

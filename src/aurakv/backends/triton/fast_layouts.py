@@ -44,35 +44,20 @@ def key_half_layout(tile, units):
 
 
 @gluon.constexpr_function
-def key_quarter_layout(tile, units):
-    """Rows of 3-bit codes [tile, lane c, units]: lane 4g + c holds rows 8j + g."""
-    regs = [[0, 0, 1 << i] for i in range((units - 1).bit_length())] + [[row, 0, 0] for row, _ in _rows(tile)]
-    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, [], [], [tile, 4, units])
-
-
-@gluon.constexpr_function
-def value_eighth_layout(tile):
-    """Units of 3-bit codes [8, tile]: lane 4g + c holds unit g of tokens 2c, 2c + 1 of each 8."""
-    regs = [[0, 1]] + [[0, row] for row, _ in _rows(tile)]
-    return gl.DistributedLinearLayout(regs, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [8, tile])
-
-
-@gluon.constexpr_function
 def copy_units(bits, dim):
-    """Units that a row takes in shared memory: rows of 3 bits are padded, 48 bytes to 64."""
-    return dim * (4 if bits == 3 else bits) // 16
+    """Units that TMA copies for a row: none of 3 bits, which `fast_ring` copies."""
+    return 0 if bits == 3 else dim * bits // 16
 
 
 @gluon.constexpr_function
-def shared_unit_layout(tile, units, bits):
-    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled among 8.
-    Of 3 bits as `word_layout` and `piece_layout` have it."""
+def shared_unit_layout(tile, units):
+    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled among
+    8."""
     count = (tile * units - 1).bit_length()
     inner = (units - 1).bit_length()
     flat = [[0, 1 << i] if i < inner else [1 << i - inner, 0] for i in range(count)]
     bases = [list(base) for base in flat]
-    for i in range(2 if bits == 3 else 3):  # bits of the line's number, and the pieces that they exchange
+    for i in range(3):  # bits of the line's number, and the pieces that they exchange
         if 6 + i < count:
             bases[6 + i] = [flat[6 + i][0] + flat[3 + i][0], flat[6 + i][1] + flat[3 + i][1]]
     return gl.SharedLinearLayout(bases, [], 1024)
@@ -84,29 +69,3 @@ def weight_layout(tile):
     regs = [[0, 0, 0, 0, 1]] + [[1 << i, 0, 0, 0, 0] for i in range((tile // 16 - 1).bit_length())]
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0]]
     return gl.DistributedLinearLayout(regs, lanes, [], [], [tile // 16, 4, 2, 4, 2])
-
-
-@gluon.constexpr_function
-def word_layout(tile):
-    """Rows of 3-bit keys [tile, plane, lane, 2 units]: word 3·lane + plane of a row, planes swizzled by the row:
-    `ldmatrix` gives each lane its three words."""
-    bases = [[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0]]
-    rows = [[1 << i, 0, 0, 0] for i in range((tile - 1).bit_length())]
-    rows[1:3] = [[2, 1, 0, 0], [4, 2, 0, 0]]
-    return gl.SharedLinearLayout(bases + rows, [], 1024)
-
-
-@gluon.constexpr_function
-def key_word_layout(tile):
-    """Rows of 3-bit keys [tile, 32 units] in that order: lane 4g + c holds words 3c … 3c + 2 of rows 8j + g."""
-    regs = [[0, 1], [0, 8], [0, 16], *_rows(tile)]
-    return gl.DistributedLinearLayout(regs, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [tile, 32])
-
-
-@gluon.constexpr_function
-def piece_layout(tile):
-    """Rows of 3-bit values [tile, 4 pieces of 16 bytes, 8 units], a piece swizzled among those of its row."""
-    bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0]]
-    rows = [[1 << i, 0, 0] for i in range((tile - 1).bit_length())]
-    rows[1:3] = [[2, 1, 0], [4, 2, 0]]
-    return gl.SharedLinearLayout(bases + rows, [], 1024)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .fast_layouts import copy_units, piece_layout, word_layout
+from .fast_layouts import copy_units
+from .fast_ring import copy, copy_side, make_slot
 
 
 class Scan(NamedTuple):
@@ -137,52 +137,6 @@ def copy_codes(source, piece, row, bar, buffer, BITS: gl.constexpr, DIM: gl.cons
 
 
 @gluon.jit
-def copy_words(rows, at, piece, row, buffer, WHOLE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
-    """The same for keys of 3 bits, whose rows of 48 bytes are padded to 64 on the way: TMA would read every row by
-    itself, and what lies between two rows twice. The barrier counts each lane. Words go where `word_layout` wants them,
-    one plane of eight rows at a time."""
-    codes, size, page_size = rows
-    layout: gl.constexpr = gl.BlockedLayout([1, 4, 1, 2], [8, 1, 4, 1], [1, 1, 1, 1], [3, 2, 1, 0])
-    UNITS: gl.constexpr = DIM * 3 // 16  # of a row
-    r = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    plane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    u = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    r, plane = r[:, None, None, None], plane[None, :, None, None]
-    lane, u = lane[None, None, :, None], u[None, None, None, :]
-    start = codes + (piece.to(gl.int64) * size + at) * 8 + row * UNITS
-    source = start + (r * UNITS + lane * 6 + plane * 2 + u)
-    there = (plane < 3) & (r >= 0) & (lane >= 0) & (u >= 0)
-    if not WHOLE:
-        there = there & (r < page_size - row)
-    target = buffer._reinterpret(gl.int16, [TILE, 4, 4, 2], word_layout(TILE))
-    async_copy.async_copy_global_to_shared(target, source, there)
-
-
-@gluon.jit
-def copy_pieces(rows, at, piece, row, buffer, WHOLE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
-    """The same for values of 3 bits, in pieces of 8 bytes as they lie: their units are exchanged in registers."""
-    codes, size, page_size = rows
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 4, 2], [1, 1, 1], [2, 1, 0])
-    r = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    piece_of = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    u = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    start = codes + (piece.to(gl.int64) * size + at) * 8 + row * (DIM * 3 // 16)
-    source = start + (r * (DIM * 3 // 16) + piece_of * 8 + u)
-    there = (piece_of < 3) & (r >= 0) & (u >= 0)
-    if not WHOLE:
-        there = there & (r < page_size - row)
-    target = buffer._reinterpret(gl.int16, [TILE, 4, 8], piece_layout(TILE))
-    async_copy.async_copy_global_to_shared(target, source, there)
-
-
-@gluon.constexpr_function
-def arrivals(key_bits, value_bits):
-    """How often a tile's barrier is arrived at: by TMA, and where a side has 3 bits by each lane."""
-    return 33 if 3 in (key_bits, value_bits) else 1
-
-
-@gluon.jit
 def fetch(
     cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE: gl.constexpr, TILE: gl.constexpr,
     KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr,
@@ -191,20 +145,27 @@ def fetch(
     piece = page * kv_heads + cursor[2] // cursor[4][4]
     row = cursor[6] * TILE
     bar = bars.index(slot)
-    KEY_UNITS: gl.constexpr = copy_units(KEY_BITS, DIM) if KEY_BITS != 3 else 0
-    VALUE_UNITS: gl.constexpr = copy_units(VALUE_BITS, DIM) if VALUE_BITS != 3 else 0
-    mbarrier.expect(bar, TILE * (2 * KEY_UNITS + 2 * VALUE_UNITS + 4))
-    tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
+    UNITS: gl.constexpr = copy_units(KEY_BITS, DIM) + copy_units(VALUE_BITS, DIM)
+    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, TILE, WHOLE == 2)
+    if UNITS > 0:
+        mbarrier.expect(bar, TILE * (2 * UNITS + (4 if SLOT.bytes == 0 else 0)))
+    if SLOT.bytes == 0:
+        tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
     if KEY_BITS != 3:
         copy_codes(sources[0], piece, row, bar, buffers[0].index(slot), KEY_BITS, DIM)
-    else:
-        copy_words(rows[0], rows[1], piece, row, buffers[0].index(slot), WHOLE, TILE, DIM)
-    if VALUE_BITS == 3:
-        copy_pieces(rows[0], rows[2], piece, row, buffers[1].index(slot), WHOLE, TILE, DIM)
-    elif KEY_BITS != VALUE_BITS:  # else keys and values came together
+    if VALUE_BITS != 3 and VALUE_BITS != KEY_BITS:  # else keys and values came together
         copy_codes(sources[1], piece, row, bar, buffers[1].index(slot), VALUE_BITS, DIM)
-    if KEY_BITS == 3 or VALUE_BITS == 3:
-        async_copy.mbarrier_arrive(bar, increment_count=False)
+    if SLOT.bytes > 0:
+        codes, size, page_size, ring = rows[0]
+        count = TILE if WHOLE else gl.minimum(TILE, page_size - row)
+        start = codes + piece.to(gl.int64) * (size * 8)
+        at, end = ring + SLOT.bytes * slot, ring + SLOT.bytes * bars.shape[0] + 8 * slot
+        if SLOT.copies == 1:
+            copy(start, SLOT.bytes, at, end)
+        else:
+            keys, values = start + rows[1] * 8, start + rows[2] * 8
+            copy_side(keys, row, count, page_size, at, at + SLOT.key_scales, end, KEY_BITS, DIM)
+            copy_side(values, row, count, page_size, at + SLOT.values, at + SLOT.value_scales, end, VALUE_BITS, DIM)
 
 
 @gluon.jit

@@ -22,7 +22,6 @@ from .fast_codes import (
     value_levels_minifloat,
     value_levels_minifloat3,
 )
-from .fast_layouts import value_eighth_layout
 from .fast_primitives import (
     half_pairs,
     larger,
@@ -32,6 +31,7 @@ from .fast_primitives import (
     transpose_weights,
     where_seen,
 )
+from .fast_ring import in_octets, triples
 
 MINIFLOAT = gl.constexpr(fast_levels.MINIFLOAT)
 BITWISE = gl.constexpr(fast_levels.BITS)
@@ -81,10 +81,13 @@ def times(sums, columns):
 
 @gluon.jit
 def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, mma: gl.constexpr):
-    """Add weights [rows, 8] times the levels of the values."""
+    """Add weights [rows, 8] times the levels of the values. codes: of 3 bits the address of the tile."""
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
-    values = codes.permute((1, 0)).load(A)
-    if LEVELS == BITWISE:
+    if BITS != 3:
+        values = codes.permute((1, 0)).load(A)
+    if BITS == 3:
+        return add_values3(codes, w, sums, constants, LEVELS, A)
+    elif LEVELS == BITWISE:
         planes = value_bits(values)
         w2 = times_constant(w, constants[0])
         ones = gl.full(values.shape, 1.0, gl.float16, A)
@@ -103,28 +106,6 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
         a2 = mma_v2(planes[6], w, a2)
         a3 = mma_v2(planes[7], w, a3)
         return a0, a1, a2, a3
-    elif BITS == 3:
-        TILE: gl.constexpr = values.shape[1]
-        EIGHTH: gl.constexpr = value_eighth_layout(TILE)
-        units = gl.permute(values.reshape([2, 2, 8, TILE]), (2, 3, 0, 1))
-        first, second = gl.split(units)
-        a, c = gl.split(first)
-        b, _ = gl.split(second)
-        a = gl.convert_layout(a, EIGHTH, assert_trivial=True)
-        b = gl.convert_layout(b, EIGHTH, assert_trivial=True)
-        c = gl.convert_layout(c, EIGHTH, assert_trivial=True)
-        if LEVELS == MINIFLOAT:
-            planes = value_levels_minifloat3(a, b, c)
-        else:
-            planes = value_levels_cubic3(a, b, c, constants[0], constants[1])
-        new = ()
-        for i in gl.static_range(8):
-            total = mma_v2(side_by_side(planes[i], planes[i + 8], A), w, sums[i])
-            if LEVELS == MINIFLOAT:
-                first, last = complement3(planes[i], constants[0]), complement3(planes[i + 8], constants[0])
-                total = mma_v2(side_by_side(first, last, A), w, total)
-            new = new + (total,)  # noqa: RUF005
-        return new
     elif BITS == 4:
         v0, v1, v2, v3 = value_levels_cubic(values, constants[0], constants[1], constants[2], constants[3])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1]), mma_v2(v2, w, sums[2]), mma_v2(v3, w, sums[3])
@@ -134,9 +115,24 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
 
 
 @gluon.jit
+def add_values3(tile, w, sums, constants, LEVELS: gl.constexpr, A: gl.constexpr):
+    at = triples(tile, w.shape[0], 2)
+    constant = in_octets(constants[0])
+    planes = value_levels_minifloat3(at) if LEVELS == MINIFLOAT else value_levels_cubic3(at, constant)
+    new = ()
+    for i in gl.static_range(8):
+        total = mma_v2(side_by_side(planes[i], planes[i + 8], A), w, sums[i])
+        if LEVELS == MINIFLOAT:
+            first, last = complement3(planes[i], constant), complement3(planes[i + 8], constant)
+            total = mma_v2(side_by_side(first, last, A), w, total)
+        new = new + (total,)  # noqa: RUF005
+    return new
+
+
+@gluon.jit
 def side_by_side(a, b, layout: gl.constexpr):
-    """[8, TILE] and [8, TILE] as an operand of 16 rows."""
-    both = gl.permute(gl.join(a, b), (2, 0, 1)).reshape([16, a.shape[1]])
+    """Coordinates g and 8 + g of tokens [octets, g, 4, 2] as an operand of 16 rows."""
+    both = gl.permute(gl.join(a, b), (4, 1, 0, 2, 3)).reshape([16, 8 * a.shape[0]])
     return gl.convert_layout(both, layout, assert_trivial=True)
 
 
