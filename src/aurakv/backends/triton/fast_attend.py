@@ -125,9 +125,7 @@ def attend_fast(
         OFFSET=cap is not None and key_offset is not None, STAGES=STAGES,
         WHOLE=pages.page_size % _tile(pages) == 0, **flags, num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
-    chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
-    together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
-    across = min(16, max(4, chunk * dim // 2048)) if together == 1 else 1
+    chunk, together, across = _merge_plan(jobs, rows, programs, dim, device)
     fast_merge.fast_merge[(jobs, -(-rows // together))](
         pieces, lses, out, lse, lse if sink_logits is None else sink_logits, _signs(format.value, device),
         q, lse if key_offset is None else key_offset, lse if value_offset is None else value_offset,
@@ -158,6 +156,13 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
         residents -= 4
     programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
     return Plan(rows, jobs, programs, 2 * programs + jobs)
+
+
+def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.device) -> tuple[int, int, int]:
+    """CHUNK, HEADS and ACROSS of `fast_merge`."""
+    chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
+    together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
+    return chunk, together, min(16, max(4, chunk * dim // 2048)) if together == 1 else 1
 
 
 def _tile(pages: Pages) -> int:
