@@ -10,8 +10,8 @@ A product transforms five bits of the coordinates (tables.encode_bits), the sign
 import triton
 import triton.language as tl
 
-from .codes import INTERPRETED, energy_of, load_cells, quantise_eight
-from .slots import enter_sequence, no_sequence, place_rows
+from .codes import energy_of, load_cells, quantise_eight
+from .slots import enter_sequence, place_rows
 
 _LOAD = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD_AGAIN = tl.constexpr("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];")
@@ -19,44 +19,40 @@ _WORDS = tl.constexpr("=r,=r,=r,=r,l")
 
 
 @triton.constexpr_function
-def _products(rest, name, tile):
-    """The two products that add operand `tile` of `rest` times ± the matrix: (sums, sums before, sign) to PTX.
+def product(name, k, to, a, b, start):
+    return f"mma.sync.aligned.m16n8k{k}.row.col.f32.{name}.{name}.f32 {{{to}}}, {{{a}}}, {{{b}}}, {{{start}}};"
 
-    Operands: $0 … the results [rest, 4]; the first factors [rest, k-step, 4]; the matrix, and minus it, [k-step, 2]."""
-    first = 4 * rest
 
-    def product(to, start, minus):
-        lines = []
-        for step in range(2):
-            a = ", ".join(f"${first + 8 * tile + 4 * step + i}" for i in range(4))
-            b = ", ".join(f"${first + 8 * rest + 4 * minus + 2 * step + i}" for i in range(2))
-            c = start if step == 0 else to
-            lines.append(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{{to}}}, {{{a}}}, {{{b}}}, {{{c}}};"
-            )
-        return lines
-
-    return product
+@triton.constexpr_function
+def registers(first, n):
+    return ", ".join(f"${first + i}" for i in range(n))
 
 
 @triton.constexpr_function
 def rotate_asm(rest, name):
-    """PTX of a quarter of the columns, see _products: result i is the sum of operands j times (−1)^|i & j|. Sums that
-    begin alike are formed once."""
-    lines = [".reg .f32 z;", "mov.f32 z, 0f00000000;"]
-    known = {0: "z, z, z, z"}  # sums of the operands so far, by the bits of i that they depend on
+    """PTX: results $0 … [column quarter, rest, 4] from first factors [rest, k-step, 4] and the matrix [column quarter,
+    k-step, 2]. Result i is the sum of the products of factors j with signs (−1)^|i & j|. Sums that begin alike are
+    formed once, and all with one factor before the next, so that few registers are needed at a time."""
+    factors, matrix = 16 * rest, 24 * rest
+    lines = [".reg .f32 z; .reg .b32 n<8>;", "mov.f32 z, 0f00000000;"]
+    known = {(j, 0): "z, z, z, z" for j in range(4)}  # sums so far, by the bits of i that they depend on
     for tile in range(rest):
-        add = _products(rest, name, tile)
-        bits = (1 << tile.bit_length()) - 1
+        signed = [[registers(factors + 8 * tile + 4 * step, 4) for step in range(2)]]
+        if tile:
+            lines += [f"xor.b32 n{i}, ${factors + 8 * tile + i}, 0x80008000;" for i in range(8)]
+            signed.append(["n0, n1, n2, n3", "n4, n5, n6, n7"])
         found = {}
-        for i in range(bits + 1):
-            if tile == rest - 1:
-                to = ", ".join(f"${4 * i + n}" for n in range(4))
-            else:
-                to = ", ".join(f"s{tile}_{i}_{n}" for n in range(4))
-                lines.append(f".reg .f32 {to};")
-            found[i] = to
-            lines += add(to, known[i & (len(known) - 1)], (i & tile).bit_count() % 2)
+        for j in range(4):
+            for i in range(1 << tile.bit_length()):
+                to = registers(4 * (rest * j + i), 4)
+                if tile < rest - 1:
+                    to = ", ".join(f"s{tile}_{j}_{i}_{n}" for n in range(4))
+                    lines.append(f".reg .f32 {to};")
+                start = known[j, i & ((1 << max(tile - 1, 0).bit_length()) - 1)]
+                for step, factor in enumerate(signed[(i & tile).bit_count() % 2]):
+                    lines.append(product(name, 16, to, factor, registers(matrix + 4 * j + 2 * step, 2), start))
+                    start = to
+                found[j, i] = to
         known = found
     return "{\n" + "\n".join(lines) + "\n}"
 
@@ -64,17 +60,15 @@ def rotate_asm(rest, name):
 @triton.constexpr_function
 def power_asm(rest, name):
     """PTX: $0, $1 the sums of squares of rows g and g + 8, the diagonal of the products of all rows, from operands
-    $2 … as in _products. Lane $n holds row g's, $n+1 says in which of two registers."""
+    $2 … as in rotate_asm. Lane $n holds row g's, $n+1 says in which of two registers."""
     last = 2 + 8 * rest
     lines = [".reg .f32 z, a<4>, b<4>; .reg .pred p;", "mov.f32 z, 0f00000000;"]
     for i in range(4 * rest):
-        pair = [f"${2 + 2 * i + n}" for n in range(2)]
+        pair = (2 + 2 * i, 3 + 2 * i)
         for to, other in zip("ab", pair, strict=True):
-            c = ", ".join(f"{to}{n}" for n in range(4))
-            start = c if i else "z, z, z, z"
+            sums = ", ".join(f"{to}{n}" for n in range(4))
             lines.append(
-                f"mma.sync.aligned.m16n8k8.row.col.f32.{name}.{name}.f32 {{{c}}}, {{{', '.join(pair)}}},"
-                f" {{{other}}}, {{{start}}};"
+                product(name, 8, sums, registers(pair[0], 2), f"${other}", sums if i else "z, z, z, z")
             )
     lines += [f"setp.ne.b32 p, ${last + 1}, 0;", "selp.f32 a0, a1, a0, p;", "selp.f32 b0, b3, b2, p;"]
     lines += [f"shfl.sync.idx.b32 $0, a0, ${last}, 31, 0xffffffff;"]
@@ -99,7 +93,7 @@ def operand_name(dtype):
 
 @triton.constexpr_function
 def operand_index(i, dim):
-    """Which word [row // 8, piece, word] of the loaded ones is operand i of _products."""
+    """Which word [row // 8, piece, word] of the loaded ones is factor i of rotate_asm."""
     rest = dim // 32
     tile, step, row, half = i // 8, i // 4 % 2, i % 2, i // 2 % 2
     piece, word = (2 * step + half, tile) if rest == 4 else (half, 2 * step + tile)
@@ -130,7 +124,7 @@ def rotate_rows(x, p_matrix, lane, where, SIDE: tl.constexpr):
     DIM: tl.constexpr = SIDE.dim
     REST: tl.constexpr = DIM // 32
     NAME: tl.constexpr = operand_name(SIDE.operand)
-    p_sign = p_matrix + 4096 + (lane % 4) * 16
+    p_sign = p_matrix + 2048 + (lane % 4) * 16
     sign = load_words(p_sign, REST, 64, _LOAD_AGAIN)
     words = ()
     for i in tl.static_range(8 * REST):
@@ -139,13 +133,11 @@ def rotate_rows(x, p_matrix, lane, where, SIDE: tl.constexpr):
     power = tl.inline_asm_elementwise(
         POWER, constraints(2, 8 * REST + 2), words + where, dtype=floats(2), is_pure=True, pack=1
     )
+    b = load_words(p_matrix + lane * 16, 4, 512, _LOAD_AGAIN)
     ASM: tl.constexpr = rotate_asm(REST, NAME)
-    y = ()
-    for i in tl.static_range(4):
-        b = load_words(p_matrix + i * 512 + lane * 16, 2, 2048, _LOAD_AGAIN)
-        y = y + tl.inline_asm_elementwise(  # noqa: RUF005
-            ASM, constraints(4 * REST, 8 * REST + 8), words + b, dtype=floats(4 * REST), is_pure=True, pack=1
-        )
+    y = tl.inline_asm_elementwise(
+        ASM, constraints(16 * REST, 8 * REST + 16), words + b, dtype=floats(16 * REST), is_pure=True, pack=1
+    )
     return same_order(y, DIM), (power[0] * (DIM / 4**SIDE.halvings), power[1] * (DIM / 4**SIDE.halvings))
 
 
@@ -324,10 +316,11 @@ def prefetch_line(p):
 
 
 @triton.jit
-def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks,
+def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, first, blocks, known,
                  BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
                  RING: tl.constexpr, SEQS: tl.constexpr):  # fmt: skip
-    """encode_kernels.append_side for blocks of 16 tokens of one head, rows of which are aligned to 16 bytes."""
+    """Keys or values x of block `first` and every so many-th after it into the pages: blocks of 16 tokens of a head, rows
+    aligned to 16 bytes. What is known of the last one's sequence (slots.enter_sequence), and whether one was refused."""
     SIDE: tl.constexpr = WRITER.how
     ROW: tl.constexpr = 2 * SIDE.dim
     QUARTER: tl.constexpr = BYTES // 4
@@ -336,10 +329,9 @@ def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, poo
     cells = load_cells(bounds)
     tokens = pool[4]
     ahead = tl.num_programs(0) // HEADS * 16  # tokens to this program's next block, as a rule
-    known = no_sequence()
     refused = tl.full([], False, tl.int1)
     p_matrix, p_x = matrix.to(tl.int64), x.to(tl.int64)
-    for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    for i_block in range(first, blocks, tl.num_programs(0)):
         known, no = enter_sequence(pool, i_block, known, HEADS, True, RING, SEQS, 16)
         refused = refused | no
         i_token = token_of(i_block, known, HEADS) + lane // 4
@@ -361,4 +353,4 @@ def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, poo
         HALF: tl.constexpr = len(words) // 2
         store_words(p_piece + codes + i_row * BYTES + lane % 4 * QUARTER, m_row, words[:HALF], SIDE.bits)
         store_words(p_piece2 + codes + i_row2 * BYTES + lane % 4 * QUARTER, m_row2, words[HALF:], SIDE.bits)
-    return refused
+    return known, refused

@@ -294,17 +294,16 @@ def _squares_asm(levels: Levels) -> list[str]:
 
 @functools.cache
 def lane_matrix(codec: Codec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What encode_warp loads: int32 [2, 4, 32, 4], the words of the tensor cores' second operand for lanes
-    [n-tile, lane, 2·k-step + half], a Hadamard matrix of 32 coordinates scaled like `matrix`, and minus that; then
-    [4, 4, 4], the signs of the two coordinates of word w of piece p of quarter c, of which a row has dim / 32 pieces:
-    [p, c, w]."""
+    """What encode_warp loads: int32 [4, 32, 4], the words of the tensor cores' second operand, a Hadamard matrix of 32
+    coordinates scaled like `matrix`, [column quarter, lane, 2·k-step + half]; then signs of coordinates, two in a word,
+    as those of zeros."""
     lane, tile, step, half, pair = torch.meshgrid(*(torch.arange(n) for n in (32, 4, 2, 2, 2)), indexing="ij")
     k = 16 * step + 8 * half + 2 * (lane % 4) + pair  # of the coordinate's bits
     n = 8 * tile + lane // 4
     rows, columns = encode_bits(codec.dim)
     meet = sum(((k >> rows.index(bit)) & (n >> columns.index(bit)) & 1) for bit in rows)
     entries = (1 - 2 * (meet % 2)) * 2.0 ** -_halvings(codec.dim)
-    entries = torch.stack([entries, -entries]).permute(0, 2, 1, 3, 4, 5).to(dtype)
+    entries = entries.permute(1, 0, 2, 3, 4).to(dtype)
     sign = torch.where(torch.tensor(signs(codec.dim, codec.seed)) < 0, -0.0, 0.0).to(dtype)
     with torch.inference_mode(False):
         return torch.cat([x.contiguous().flatten().view(torch.int32) for x in (entries, sign)]).to(device)
