@@ -189,9 +189,9 @@ def prefetch_rows(p_row, m_row, SIDE: tl.constexpr):
 
 
 @triton.jit
-def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
-                BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
-                LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def append_blocks(x, stride, offset, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
+                  BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
+                  LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Keys or values x of every so many-th block into the pages; whether one was refused."""
     SIDE: tl.constexpr = WRITER.how
     b_matrix = whole_matrix(matrix, SIDE)
@@ -220,6 +220,22 @@ def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, cod
             p_row, stride[2], p_offset, m_row, matrix, b_matrix, levels, bounds, cells, p_data, p_scale, DTYPE, WRITER
         )  # fmt: skip
     return refused
+
+
+@triton.jit
+def append_side(x, stride, offset, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
+                BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
+                LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    if WRITER.alone:
+        return append_alone(
+            x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE, WRITER, HEADS, RING,
+            SEQS,
+        )  # fmt: skip
+    else:
+        return append_blocks(
+            x, stride, offset, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE,
+            WRITER, HEADS, LONG, RING, SEQS, ROWS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -271,20 +287,9 @@ def append_kernel(
     ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """k, v [tokens, heads, dim] behind their sequences: program (blocks, side), or of warps on their own (blocks,)."""
+    """k, v [tokens, heads, dim] behind their sequences: program (blocks, side)."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
-    if K.alone:  # values from the last block on: who had a key block more has a value block less
-        first, last = tl.program_id(0), tl.num_programs(0) - 1
-        known, refused = append_alone(
-            k, (k_token, k_head), key_matrix, key_bounds, data, page_bytes, key_codes, key_scales, pool, first, blocks,
-            no_sequence(), K_BYTES, K_DTYPE, K, HEADS, RING, SEQS,
-        )  # fmt: skip
-        _, no = append_alone(
-            v, (v_token, v_head), value_matrix, value_bounds, data, page_bytes, value_codes, value_scales, pool,
-            last - first, blocks, known, V_BYTES, V_DTYPE, V, HEADS, RING, SEQS,
-        )  # fmt: skip
-        refused = refused | no
-    elif tl.program_id(1) == 0:
+    if tl.program_id(1) == 0:
         refused = append_side(
             k, (k_token, k_head, k_dim), key_offset, key_matrix, key_levels, key_bounds, data, page_bytes, key_codes,
             key_scales, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, RING, SEQS, ROWS,
@@ -294,7 +299,7 @@ def append_kernel(
             v, (v_token, v_head, v_dim), value_offset, value_matrix, value_levels, value_bounds, data, page_bytes,
             value_codes, value_scales, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, RING, SEQS, ROWS,
         )  # fmt: skip
-    advance_lengths(pool, refused, tl.num_programs(0) * tl.num_programs(1), RING, SEQS_AT_ONCE, ENTRIES)
+    advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
 
 
 @triton.jit

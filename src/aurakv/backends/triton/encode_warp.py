@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .codes import energy_of, load_cells, quantise_eight
-from .slots import enter_sequence, place_rows
+from .slots import enter_sequence, no_sequence, place_rows
 
 _LOAD = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD_AGAIN = tl.constexpr("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];")
@@ -296,48 +296,61 @@ def store_vector(p, m, words):
 
 
 @triton.jit
-def load_rows(x, stride, tokens, i_block, known, lane, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """The words of both rows of a lane, see operand_index; those of the last token where there is none."""
-    i_token = known[3] + (i_block // HEADS - known[0]) * 16 + lane // 4
-    p_head = x.to(tl.int64) + (i_block % HEADS).to(tl.int64) * (2 * stride[1]) + lane % 4 * 16
-    words = ()
-    for row in tl.static_range(2):
-        o_row = tl.minimum(i_token + 8 * row, tokens - 1).to(tl.int64) * (2 * stride[0])
-        words = words + load_words(p_head + o_row, DIM // 32, 64, _LOAD)  # noqa: RUF005
-    return words
+def token_of(i_block, known, HEADS: tl.constexpr):
+    """The first token of a block."""
+    return known[3] + (i_block // HEADS - known[0]) * 16
 
 
 @triton.jit
-def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, first, blocks, known,
+def row_offset(i_token, tokens, stride):
+    """Where a token lies, in bytes; the last one where there is none."""
+    return tl.minimum(i_token, tokens - 1).to(tl.int64) * (2 * stride[0])
+
+
+@triton.jit
+def prefetch_line(p):
+    """Ask for a cache line that is needed soon, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks,
                  BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
                  RING: tl.constexpr, SEQS: tl.constexpr):  # fmt: skip
-    """Keys or values x of block `first` and every so many-th after it into the pages: blocks of 16 tokens of a head, rows
-    aligned to 16 bytes. What is known of the last one's sequence (slots.enter_sequence), and whether one was refused.
-
-    The next block is read while the codes of this one are found."""
+    """encode_kernels.append_blocks for blocks of 16 tokens of one head, rows of which are aligned to 16 bytes."""
     SIDE: tl.constexpr = WRITER.how
+    ROW: tl.constexpr = 2 * SIDE.dim
     QUARTER: tl.constexpr = BYTES // 4
     lane = tl.arange(0, 32)
     where = (lane // 8 * 8 + lane // 4 % 2 * 4 + lane // 8, lane // 4 % 2)  # of the squares of row g, see power_asm
-    odd = lane % 2 > 0
     cells = load_cells(bounds)
-    p_matrix = matrix.to(tl.int64)
-    known, refused = enter_sequence(pool, first, known, HEADS, True, RING, SEQS, 16)
-    words = load_rows(x, stride, pool[4], first, known, lane, HEADS, SIDE.dim)
-    for i_block in range(first, blocks, tl.num_programs(0)):
+    tokens = pool[4]
+    ahead = tl.num_programs(0) // HEADS * 16  # tokens to this program's next block, as a rule
+    known = no_sequence()
+    refused = tl.full([], False, tl.int1)
+    p_matrix, p_x = matrix.to(tl.int64), x.to(tl.int64)
+    for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        known, no = enter_sequence(pool, i_block, known, HEADS, True, RING, SEQS, 16)
+        refused = refused | no
+        i_token = token_of(i_block, known, HEADS) + lane // 4
+        p_head = p_x + (i_block % HEADS).to(tl.int64) * (2 * stride[1])
+        i_next = i_token - lane // 4 + lane // 2 + ahead
+        prefetch_line(p_head + row_offset(i_next, tokens, stride) + lane % 2 * (ROW // 2))
+        p_head += lane % 4 * 16
+        words = load_words(p_head + row_offset(i_token, tokens, stride), ROW // 64, 64, _LOAD)
+        words = words + load_words(p_head + row_offset(i_token + 8, tokens, stride), ROW // 64, 64, _LOAD)
         y, power = rotate_rows(words, p_matrix, lane, where, SIDE)
         _, _, i_row, o_piece, m_row = place_rows(pool, i_block, known, lane // 4, HEADS, True, RING, 16)
         _, _, i_row2, o_piece2, m_row2 = place_rows(pool, i_block, known, lane // 4 + 8, HEADS, True, RING, 16)
-        i_next = tl.minimum(i_block + tl.num_programs(0), blocks - 1)
-        known, no = enter_sequence(pool, i_next, known, HEADS, True, RING, SEQS, 16)
-        refused = refused | no
-        words = load_rows(x, stride, pool[4], i_next, known, lane, HEADS, SIDE.dim)
-        codes_of, scale = encode_words(y, power, odd, cells, WRITER)
+        odd = lane % 2 > 0
+        words, scale = encode_words(y, power, odd, cells, WRITER)
         p_piece, p_piece2 = data + o_piece.to(tl.int64) * page_bytes, data + o_piece2.to(tl.int64) * page_bytes
         p_scale = tl.where(odd, p_piece2, p_piece) + scales
         p_scale = p_scale.to(tl.pointer_type(DTYPE), bitcast=True) + tl.where(odd, i_row2, i_row)
         tl.store(p_scale, scale.to(DTYPE), mask=tl.where(odd, m_row2, m_row) & (lane % 4 < 2))
-        HALF: tl.constexpr = len(codes_of) // 2
-        store_words(p_piece + codes + i_row * BYTES + lane % 4 * QUARTER, m_row, codes_of[:HALF], SIDE.bits)
-        store_words(p_piece2 + codes + i_row2 * BYTES + lane % 4 * QUARTER, m_row2, codes_of[HALF:], SIDE.bits)
-    return known, refused
+        HALF: tl.constexpr = len(words) // 2
+        store_words(p_piece + codes + i_row * BYTES + lane % 4 * QUARTER, m_row, words[:HALF], SIDE.bits)
+        store_words(p_piece2 + codes + i_row2 * BYTES + lane % 4 * QUARTER, m_row2, words[HALF:], SIDE.bits)
+    return refused

@@ -17,7 +17,7 @@ from .encode_kernels import append_codes_kernel, append_kernel, encode_kernel
 
 FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
 MANY_VECTORS = 16384
-ALONE, ALONE_REGISTERS = 12, 168  # warps on their own that fit on a multiprocessor, and what they have then
+ALONE, REGISTERS = 12, 168  # warps on their own that fit on a multiprocessor, and what they have then
 
 
 def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
@@ -81,7 +81,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
     warps, programs = 4, 4  # of a program; programs of a multiprocessor
     if alone:
         k_how, v_how = (tables.writer(*side, alone=True) for side in sides)
-        rows, warps, programs = FEW_ROWS, 1, 2 * ALONE
+        rows, warps, programs = FEW_ROWS, 1, 2 * ALONE  # values take longer than keys
     count = (
         blocks(tokens, pages.seqs, 1, rows) * pages.kv_heads
         if long
@@ -90,7 +90,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
     k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
     v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
     most = programs * tables.multiprocessors(k.device) // 2
-    append_kernel[(count if n <= MANY_VECTORS else min(count, most), 1 if alone else 2)](
+    append_kernel[(count if n <= MANY_VECTORS else min(count, most), 2)](
         k,
         *k.stride(),
         v,
@@ -117,7 +117,7 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
         *_sequences(pages, starts, tokens),
         rows,
         num_warps=warps,
-        **({"num_stages": 1, "maxnreg": ALONE_REGISTERS} if alone else _resources(rows == MANY_ROWS, k_how, v_how)),
+        **({"num_stages": 1, "maxnreg": REGISTERS} if alone else _resources(rows == MANY_ROWS, k_how, v_how)),
     )
 
 
