@@ -218,12 +218,19 @@ def load_level_pairs(p_row, m_row, p_levels, SIDE: tl.constexpr):
 
 
 @triton.jit
-def quantise(z, p_boundaries, BITS: tl.constexpr):
-    """The number of boundaries strictly below each z, by halving."""
-    code = tl.zeros(z.shape, tl.int32)
-    for i in tl.static_range(BITS):
-        bound = tl.load(p_boundaries + code + ((1 << (BITS - 1 - i)) - 1))  # the step is 2^(BITS − 1 − i)
-        code += tl.where(z > bound, 1 << (BITS - 1 - i), 0)
+def quantise(z, p_bounds, BITS: tl.constexpr, GRID: tl.constexpr):
+    """The number of boundaries strictly below each z: by its cell of a grid with at most one in each, or by halving."""
+    if len(GRID) > 0:
+        place = (z * GRID[0] + GRID[1]) * (GRID[2] - 2) + 0.5
+        place = tl.where(place > 0, place, 0.0)  # of NaN, too
+        cell = tl.minimum(place, GRID[2] - 1.5).to(tl.int32)
+        code = tl.load(p_bounds + GRID[2] + cell).to(tl.int32)
+        code += (z > tl.load(p_bounds + cell)).to(tl.int32)
+    else:
+        code = tl.zeros(z.shape, tl.int32)
+        for i in tl.static_range(BITS):
+            bound = tl.load(p_bounds + code + ((1 << (BITS - 1 - i)) - 1))  # the step is 2^(BITS − 1 − i)
+            code += tl.where(z > bound, 1 << (BITS - 1 - i), 0)
     return code
 
 
@@ -270,7 +277,7 @@ def quantise_eight(y, inverse, size, cells, energy, product, ASM: tl.constexpr):
 
 @triton.jit
 def energy_of(energy, SQUARE: tl.constexpr):
-    """A sum of squares of levels as a float: of integers, in units of SQUARE, or where that is 0 the bits of a float."""
+    """A sum of squares of levels: an integer times SQUARE, or where that is 0 the bits of a float."""
     if SQUARE > 0:
         return energy.to(tl.float32) * SQUARE
     else:

@@ -73,6 +73,7 @@ def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_
     GROUPS: tl.constexpr = SIDE.groups
     COEF: tl.constexpr = SIDE.coef
     ASM: tl.constexpr = WRITER.groups
+    GRID: tl.constexpr = WRITER.grid
     o_coordinate = coordinates(COLUMNS, BITS)
     m_column = (o_coordinate < SIDE.dim)[None, :]
     if SIDE.bits == 16:
@@ -102,7 +103,7 @@ def encode_rows(p_row, stride, p_offset, m_row, p_matrix, b_matrix, p_levels, p_
                 squares = tl.where(m_group, squares, 0.0)
                 products = tl.where(m_group, products, 0.0)
         else:
-            code = quantise(y * inverse[:, None], p_bounds, BITS)
+            code = quantise(y * inverse[:, None], p_bounds, BITS, GRID)
             level = to_levels(code.to(tl.uint32), p_levels, BITS, COEF)
             if COLUMNS > DIM:
                 level = tl.where(m_column, level, 0.0)

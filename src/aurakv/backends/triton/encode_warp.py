@@ -19,7 +19,8 @@ _WORDS = tl.constexpr("=r,=r,=r,=r,l")
 
 
 @triton.constexpr_function
-def product(name, k, to, a, b, start):
+def multiply(name, k, to, a, b, start):
+    """PTX of a product of the tensor cores, over k coordinates."""
     return f"mma.sync.aligned.m16n8k{k}.row.col.f32.{name}.{name}.f32 {{{to}}}, {{{a}}}, {{{b}}}, {{{start}}};"
 
 
@@ -50,7 +51,7 @@ def rotate_asm(rest, name):
                     lines.append(f".reg .f32 {to};")
                 start = known[j, i & ((1 << max(tile - 1, 0).bit_length()) - 1)]
                 for step, factor in enumerate(signed[(i & tile).bit_count() % 2]):
-                    lines.append(product(name, 16, to, factor, registers(matrix + 4 * j + 2 * step, 2), start))
+                    lines.append(multiply(name, 16, to, factor, registers(matrix + 4 * j + 2 * step, 2), start))
                     start = to
                 found[j, i] = to
         known = found
@@ -67,9 +68,7 @@ def power_asm(rest, name):
         pair = (2 + 2 * i, 3 + 2 * i)
         for to, other in zip("ab", pair, strict=True):
             sums = ", ".join(f"{to}{n}" for n in range(4))
-            lines.append(
-                product(name, 8, sums, registers(pair[0], 2), f"${other}", sums if i else "z, z, z, z")
-            )
+            lines.append(multiply(name, 8, sums, registers(pair[0], 2), f"${other}", sums if i else "z, z, z, z"))
     lines += [f"setp.ne.b32 p, ${last + 1}, 0;", "selp.f32 a0, a1, a0, p;", "selp.f32 b0, b3, b2, p;"]
     lines += [f"shfl.sync.idx.b32 $0, a0, ${last}, 31, 0xffffffff;"]
     lines += [f"shfl.sync.idx.b32 $1, b0, ${last}, 31, 0xffffffff;"]
@@ -112,7 +111,7 @@ def load_words(p, PIECES: tl.constexpr, STEP: tl.constexpr, ASM: tl.constexpr):
     """PIECES times four words, STEP bytes apart."""
     words = ()
     for i in tl.static_range(PIECES):
-        words = words + tl.inline_asm_elementwise(  # noqa: RUF005
+        words = words + tl.inline_asm_elementwise(
             ASM, _WORDS, [p + i * STEP], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
         )
     return words
@@ -178,9 +177,9 @@ add.{kind} $0, $0, t; }}"""
 
 
 @triton.jit
-def in_range(y, power, SIDE: tl.constexpr):
-    """What `rotate_rows` gives, times powers of two that keep squares in range, and the inverses of those: 0 for a
-    vector of zeros, NaN for one that is not finite."""
+def in_range(y, SIDE: tl.constexpr):
+    """Rotated coordinates times powers of two that keep squares in range, the sums of those, and the inverses of the
+    powers: 0 for a vector of zeros, NaN for one that is not finite."""
     N: tl.constexpr = SIDE.dim // 4
     scaled, powers, units = (), (), ()
     for row in tl.static_range(2):
@@ -229,7 +228,7 @@ def encode_words(y, power, odd, cells, WRITER: tl.constexpr):
     unit = (one, one)
     usual = (tl.minimum(power[0], power[1]) > 1e-25) & (power[0] + power[1] < 1e25)
     if tl.max((~usual).to(tl.int32), 0) > 0:
-        y, power, unit = in_range(y, power, SIDE)
+        y, power, unit = in_range(y, SIDE)
     words = ()
     energies, products = (), ()
     for row in tl.static_range(2):
@@ -244,15 +243,13 @@ def encode_words(y, power, odd, cells, WRITER: tl.constexpr):
         energies = energies + (energy,)  # noqa: RUF005
         products = products + (product,)  # noqa: RUF005
     KIND: tl.constexpr = swap_asm("u32") if WRITER.square > 0 else swap_asm("rn.f32")
-    energy = swap_sum(
-        tl.where(odd, energies[1], energies[0]), tl.where(odd, energies[0], energies[1]), KIND
-    )
+    energy = swap_sum(tl.where(odd, energies[1], energies[0]), tl.where(odd, energies[0], energies[1]), KIND)
     energy = energy_of(energy, WRITER.square)
     if SIDE.lsq:
         FLOAT: tl.constexpr = swap_asm("rn.f32")
-        scale = swap_sum(
-            tl.where(odd, products[1], products[0]), tl.where(odd, products[0], products[1]), FLOAT
-        ) / energy
+        scale = (
+            swap_sum(tl.where(odd, products[1], products[0]), tl.where(odd, products[0], products[1]), FLOAT) / energy
+        )
     else:
         scale = approximate(tl.where(odd, power[1], power[0]) / energy, "sqrt.approx.ftz.f32 $0, $1;")
     scale = tl.where(energy > 0, scale * SIDE.post, 0.0) * tl.where(odd, unit[1], unit[0])

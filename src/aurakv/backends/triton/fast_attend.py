@@ -159,10 +159,10 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
 
 
 def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.device) -> tuple[int, int, int]:
-    """CHUNK, HEADS and ACROSS of `fast_merge`."""
+    """CHUNK, HEADS and ACROSS of `fast_merge`: few warps that each have up to 4096 numbers of one row."""
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
     together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
-    return chunk, together, min(16, max(4, chunk * dim // 2048)) if together == 1 else 1
+    return chunk, together, max(2, chunk * dim // 4096) if together == 1 else 1
 
 
 def _tile(pages: Pages) -> int:

@@ -84,6 +84,7 @@ class Writer(NamedTuple):
     how: Encoder
     alone: bool = False  # each warp has vectors of its own, see encode_warp
     groups: str = ""  # PTX that quantises groups by cells, "" to look boundaries and levels up
+    grid: tuple[float, ...] = ()  # slope and start of Cells, and their number, to look boundaries up by; () to search
     square: float = 0.0  # see codes.energy_of
 
 
@@ -169,13 +170,13 @@ def encoder(codec: Codec, source: torch.dtype, has_offset: bool) -> Encoder:
 
 def bounds(codec: Codec, writer: Writer, device: torch.device) -> Tensor:
     """What p_bounds points to."""
-    if not writer.groups:
-        return codec.boundary_tensor(torch.float32, device)
-    return _cell_tensor(codec.levels, writer.square > 0, device)
+    if writer.groups:
+        return _cell_tensor(codec.levels, writer.square > 0, device)
+    return _grid_tensor(codec.levels, device) if writer.grid else codec.boundary_tensor(torch.float32, device)
 
 
 class Cells(NamedTuple):
-    """A grid over a table's boundaries: z belongs to cell rint((CELLS − 2) · clamp(slope·z + start, 0, 1))."""
+    """A grid over a table's boundaries: z belongs to cell rint((len(bounds) − 2) · clamp(slope·z + start, 0, 1))."""
 
     slope: float
     start: float
@@ -184,24 +185,40 @@ class Cells(NamedTuple):
 
 
 @functools.cache
-def cells(levels: Levels) -> Cells | None:
-    """None where no grid has at most one boundary in a cell, none of them next to the cell's edge."""
+def cells(levels: Levels, count: int = CELLS) -> Cells | None:
+    """None where no grid of this many cells has at most one boundary in each, none of them next to the cell's edge."""
     edges = np.array(boundaries(levels), np.float64)
-    if len(levels) > CELLS // 2 or not np.all(np.diff(edges) > 0):
+    if len(levels) > count // 2 or not np.all(np.diff(edges) > 0):
         return None
     for widening in np.linspace(0.01, 0.5, 50):
         first, last = edges[0], edges[-1]
         margin = widening * (last - first) if last > first else 1.0
         slope = float(np.float32(1 / (last - first + margin)))
         start = float(np.float32(0.5 - slope * (first + last) / 2))
-        place = (CELLS - 2) * (slope * edges + start)
+        place = (count - 2) * (slope * edges + start)
         cell = np.rint(place).astype(int)
         if len(set(cell)) == len(cell) and np.abs(place - cell).max() < 0.49:
-            bounds = np.full(CELLS, np.inf)
+            bounds = np.full(count, np.inf)
             bounds[cell] = edges
-            below = np.searchsorted(cell, np.arange(CELLS))
+            below = np.searchsorted(cell, np.arange(count))
             return Cells(slope, start, tuple(float(x) for x in bounds), tuple(int(n) for n in below))
     return None
+
+
+@functools.cache
+def wide_cells(levels: Levels) -> Cells | None:
+    """The smallest grid for a table in memory, if there is one."""
+    found = (cells(levels, 1 << bits) for bits in range(5, 14))
+    return next((grid for grid in found if grid), None)
+
+
+@functools.cache
+def _grid_tensor(levels: Levels, device: torch.device) -> Tensor:
+    """Boundaries by cell, then the numbers of those below them."""
+    grid = wide_cells(levels)
+    assert grid is not None
+    with torch.inference_mode(False):
+        return torch.tensor([grid.bounds, grid.below], dtype=torch.float32, device=device)
 
 
 @functools.cache
@@ -223,11 +240,15 @@ def _cell_tensor(levels: Levels, squared: bool, device: torch.device) -> Tensor:
 def writer(codec: Codec, source: torch.dtype, has_offset: bool, alone: bool = False) -> Writer:
     """alone: for warps with vectors of their own, if `factored` says that they can have them."""
     how = encoder(codec, source, has_offset)
-    if not codec.coded or INTERPRETED.value:
+    if not codec.coded:
         return Writer(how)
     lsq = codec.scale == "lsq"
+    groups = "" if INTERPRETED.value else _groups_asm(codec.levels, lsq)
+    if not groups:
+        grid = wide_cells(codec.levels)
+        return Writer(how, grid=(grid.slope, grid.start, len(grid.bounds)) if grid else ())
     found = None if lsq else _square_table(codec.levels)
-    return Writer(how, alone, _groups_asm(codec.levels, lsq), found[1] ** 2 if found else 0.0)
+    return Writer(how, alone, groups, square=found[1] ** 2 if found else 0.0)
 
 
 def factored(codec: Codec, source: torch.dtype, has_offset: bool) -> bool:
@@ -301,18 +322,19 @@ def lane_matrix(codec: Codec, dtype: torch.dtype, device: torch.device) -> Tenso
     k = 16 * step + 8 * half + 2 * (lane % 4) + pair  # of the coordinate's bits
     n = 8 * tile + lane // 4
     rows, columns = encode_bits(codec.dim)
-    meet = sum(((k >> rows.index(bit)) & (n >> columns.index(bit)) & 1) for bit in rows)
-    entries = (1 - 2 * (meet % 2)) * 2.0 ** -_halvings(codec.dim)
-    entries = entries.permute(1, 0, 2, 3, 4).to(dtype)
+    meet = torch.stack([(k >> rows.index(bit)) & (n >> columns.index(bit)) & 1 for bit in rows]).sum(0)
+    entries = ((1 - 2 * (meet % 2)) * 2.0 ** -_halvings(codec.dim)).permute(1, 0, 2, 3, 4).to(dtype)
     sign = torch.where(torch.tensor(signs(codec.dim, codec.seed)) < 0, -0.0, 0.0).to(dtype)
     with torch.inference_mode(False):
         return torch.cat([x.contiguous().flatten().view(torch.int32) for x in (entries, sign)]).to(device)
 
 
 def encode_bits(dim: int) -> tuple[list[int], list[int]]:
-    """The bits of a coordinate that are the bits of a row and of a column of `lane_matrix`, from the lowest on. A lane
-    reads 8 neighbours at a time (its four share 32), two in a word, and gets dim / 4 neighbours as results: bits 1, 2 of
-    a column are its quarter. The bits that are missing count the products."""
+    """The bits of a coordinate that are the bits of a row and of a column of `lane_matrix`, from the lowest on.
+
+    A lane reads 8 neighbours at a time (its four share 32), two in a word, and gets dim / 4 neighbours as results:
+    bits 1 and 2 of a column are its quarter. The bits that are missing count the products.
+    """
     return ([0, 3, 4, 5, 6], [0, 5, 6, 3, 4]) if dim == 128 else ([0, 3, 4, 5, 2], [0, 4, 5, 2, 3])
 
 
