@@ -218,12 +218,19 @@ def load_level_pairs(p_row, m_row, p_levels, SIDE: tl.constexpr):
 
 
 @triton.jit
-def quantise(z, p_boundaries, BITS: tl.constexpr):
-    """The number of boundaries strictly below each z, by halving."""
-    code = tl.zeros(z.shape, tl.int32)
-    for i in tl.static_range(BITS):
-        bound = tl.load(p_boundaries + code + ((1 << (BITS - 1 - i)) - 1))  # the step is 2^(BITS − 1 − i)
-        code += tl.where(z > bound, 1 << (BITS - 1 - i), 0)
+def quantise(z, p_bounds, BITS: tl.constexpr, GRID: tl.constexpr):
+    """The number of boundaries strictly below each z: by its cell of a grid with at most one in each, or by halving."""
+    if len(GRID) > 0:
+        place = (z * GRID[0] + GRID[1]) * (GRID[2] - 2) + 0.5
+        place = tl.where(place > 0, place, 0.0)  # of NaN, too
+        cell = tl.minimum(place, GRID[2] - 1.5).to(tl.int32)
+        code = tl.load(p_bounds + GRID[2] + cell).to(tl.int32)
+        code += (z > tl.load(p_bounds + cell)).to(tl.int32)
+    else:
+        code = tl.zeros(z.shape, tl.int32)
+        for i in tl.static_range(BITS):
+            bound = tl.load(p_bounds + code + ((1 << (BITS - 1 - i)) - 1))  # the step is 2^(BITS − 1 − i)
+            code += tl.where(z > bound, 1 << (BITS - 1 - i), 0)
     return code
 
 
@@ -244,8 +251,8 @@ def load_cells(p_cells):
 @triton.jit
 def quantise_groups(y, inverse, size, cells, ASM: tl.constexpr, GROUPS: tl.constexpr):
     """y · inverse = y / size [rows, 8·GROUPS] in plane-major order as words of 8 codes; the sums of the squares of
-    their levels, and of levels times y: [rows, GROUPS]. For tables that tables.cells serves: a lane looks up what
-    another one holds."""
+    their levels (see `energy_of`), and of levels times y: [rows, GROUPS]. For tables that tables.cells serves: a lane
+    looks up what another one holds."""
     even, odd = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, 2, 2, GROUPS]), [0, 4, 1, 2, 3]))
     y04, y26 = tl.split(even)
     y15, y37 = tl.split(odd)
@@ -253,9 +260,28 @@ def quantise_groups(y, inverse, size, cells, ASM: tl.constexpr, GROUPS: tl.const
     y2, y6 = tl.split(y26)
     y1, y5 = tl.split(y15)
     y3, y7 = tl.split(y37)
+    zero = tl.zeros([y.shape[0], GROUPS], tl.int32)
+    return quantise_eight(
+        (y0, y1, y2, y3, y4, y5, y6, y7), inverse, size, cells, zero, zero.to(tl.float32, bitcast=True), ASM
+    )
+
+
+@triton.jit
+def quantise_eight(y, inverse, size, cells, energy, product, ASM: tl.constexpr):
+    """Eight coordinates y: a word of their codes, and both sums with theirs added (see `energy_of`)."""
     return tl.inline_asm_elementwise(
-        ASM, "=&r,=&f,=&f,f,f,f,f,f,f,f,f,f,f,r,r", [y0, y1, y2, y3, y4, y5, y6, y7, inverse, size, cells[0], cells[1]],
-        dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
+        ASM, "=&r,=&r,=&f,f,f,f,f,f,f,f,f,f,f,r,r,r,f",
+        [y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7], inverse, size, cells[0], cells[1], energy, product],
+        dtype=(tl.int32, tl.int32, tl.float32), is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
+def energy_of(energy, SQUARE: tl.constexpr):
+    """A sum of squares of levels: an integer times SQUARE, or where that is 0 the bits of a float."""
+    if SQUARE > 0:
+        return energy.to(tl.float32) * SQUARE
+    else:
+        return energy.to(tl.float32, bitcast=True)
 
 
 @triton.jit

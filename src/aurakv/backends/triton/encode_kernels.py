@@ -17,6 +17,7 @@ from .codes import (
     INTERPRETED,
     cast,
     coordinates,
+    energy_of,
     load_cells,
     pack_words,
     quantise,
@@ -24,7 +25,8 @@ from .codes import (
     store_words,
     to_levels,
 )
-from .slots import advance_lengths, no_sequence, place_rows
+from .encode_warp import append_alone
+from .slots import advance_lengths, enter_sequence, no_sequence, place_rows
 
 # These vary from call to call: no kernel of its own when one of them is 1 or a multiple of 16.
 VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "blocks"]
@@ -94,6 +96,7 @@ def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_leve
     GROUPS: tl.constexpr = SIDE.groups
     COEF: tl.constexpr = SIDE.coef
     ASM: tl.constexpr = WRITER.groups
+    GRID: tl.constexpr = WRITER.grid
     o_coordinate = coordinates(COLUMNS, BITS)
     m_column = (o_coordinate < SIDE.dim)[None, :]
     if SIDE.bits == 16:
@@ -103,10 +106,7 @@ def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_leve
         p = p_data.to(tl.pointer_type(DTYPE), bitcast=True)
         tl.store(p[:, None] + o_coordinate[None, :], cast(x, DTYPE), mask=m)
     else:
-        if WRITER.factor:
-            y = rotate_in_parts(p_row, stride, m_row, p_matrix, b_matrix, WRITER.factor, SIDE)
-        else:
-            y = rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE)
+        y = rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE)
         power = tl.sum(y * y, 1)
         unit = tl.full([p_row.shape[0]], 1.0, tl.float32)
         if tl.max((~((power > 1e-25) & (power < 1e25))).to(tl.int32), 0) > 0:
@@ -121,12 +121,13 @@ def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_leve
         inverse = 1.0 / rms
         if len(ASM) > 0:
             word, squares, products = quantise_groups(y, inverse[:, None], rms[:, None], cells, ASM, GROUPS)
+            squares = energy_of(squares, WRITER.square)
             if COLUMNS > DIM:
                 m_group = (tl.arange(0, GROUPS) < DIM // 8)[None, :]
                 squares = tl.where(m_group, squares, 0.0)
                 products = tl.where(m_group, products, 0.0)
         else:
-            code = quantise(y * inverse[:, None], p_bounds, BITS)
+            code = quantise(y * inverse[:, None], p_bounds, BITS, GRID)
             level = to_levels(code.to(tl.uint32), p_levels, BITS, COEF)
             if COLUMNS > DIM:
                 level = tl.where(m_column, level, 0.0)
@@ -140,38 +141,6 @@ def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_leve
         scale = tl.where(power < float("inf"), scale, float("nan"))  # a vector that is not finite
         tl.store(p_scale, scale.to(DTYPE), mask=m_row)
         store_words(p_data, m_row, word, DIM, BITS, GROUPS)
-
-
-@triton.jit
-def rotate_in_parts(p_row, stride, m_row, p_matrix, b_matrix, FACTOR: tl.constexpr, SIDE: tl.constexpr):
-    """`rotate` without offsets, for one warp: a product with a small matrix over neighbours, which needs no shared
-    memory, and sums over the rest. b_matrix: `part_matrix`."""
-    ROWS: tl.constexpr = p_row.shape[0]
-    DIM: tl.constexpr = SIDE.dim
-    REST: tl.constexpr = DIM // FACTOR
-    HALVINGS: tl.constexpr = 1 if REST == 2 else 2
-    b_part, b_sign = b_matrix
-    o_dim = tl.arange(0, DIM)
-    x = tl.load(p_row[:, None] + o_dim[None, :] * stride, mask=m_row[:, None], other=0)
-    x = tl.inline_asm_elementwise(
-        "xor.b32 $0, $1, $2;", "=r,r,r", [x, b_sign[None, :]], dtype=x.dtype, is_pure=True, pack=2
-    )
-    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, REST, FACTOR]), [1, 0, 2]), [REST * ROWS, FACTOR])
-    y = tl.reshape(tl.dot(x, b_part), [REST, ROWS, FACTOR])
-    for _ in tl.static_range(HALVINGS):  # over the uppermost bit of the first index, which becomes the lowest
-        a, b = tl.split(tl.permute(tl.reshape(y, [2, REST // 2, ROWS, FACTOR]), [1, 2, 3, 0]))
-        y = tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 3, 1, 2]), [REST, ROWS, FACTOR])
-    # tables.part_matrix has columns in the order [plane // 2, group, plane % 2]: a lane gets whole groups
-    y = tl.permute(tl.reshape(y, [REST, ROWS, 4, FACTOR // 8, 2]), [1, 2, 4, 0, 3])
-    return tl.reshape(y, [ROWS, DIM])
-
-
-@triton.jit
-def part_matrix(p_matrix, FACTOR: tl.constexpr, DIM: tl.constexpr):
-    """The small matrix of rotate_in_parts, and the signs of the coordinates as bits."""
-    o = tl.arange(0, FACTOR)
-    b_part = tl.load(p_matrix + o[:, None] * FACTOR + o[None, :])
-    return b_part, tl.load(p_matrix + FACTOR * FACTOR + tl.arange(0, DIM)).to(tl.int16, bitcast=True)
 
 
 @triton.jit
@@ -243,27 +212,28 @@ def prefetch_rows(p_row, m_row, SIDE: tl.constexpr):
 
 
 @triton.jit
-def append_side(x, stride, change, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
-                BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
-                LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def append_blocks(x, stride, change, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
+                  BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
+                  LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Keys or values x of every so many-th block into the pages; whether one was refused."""
     SIDE: tl.constexpr = WRITER.how
-    b_matrix = part_matrix(matrix, WRITER.factor, SIDE.dim) if WRITER.factor else whole_matrix(matrix, SIDE)
+    b_matrix = whole_matrix(matrix, SIDE)
     cells = table_cells(bounds, WRITER)
     known = no_sequence()
     refused = tl.full([], False, tl.int1)
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        i_token, i_head, i_row, o_piece, m_row, known, no = place_rows(
-            pool, i_block, known, HEADS, LONG, RING, SEQS, ROWS
-        )
+        known, no = enter_sequence(pool, i_block, known, HEADS, LONG, RING, SEQS, ROWS)
         refused = refused | no
+        i_token, i_head, i_row, o_piece, m_row = place_rows(
+            pool, i_block, known, tl.arange(0, ROWS), HEADS, LONG, RING, ROWS
+        )
         p_row = x + i_token.to(tl.int64) * stride[0] + i_head * stride[1]
         if LONG and not INTERPRETED:
             ahead = tl.num_programs(0) // HEADS * ROWS  # tokens to this program's next block, as a rule
             prefetch_rows(
                 p_row + ahead.to(tl.int64) * stride[0], m_row & (i_token + ahead < pool[4]) & (stride[2] == 1), SIDE
             )
-        p_piece = data + o_piece * page_bytes
+        p_piece = data + o_piece.to(tl.int64) * page_bytes
         p_data = p_piece + codes + i_row.to(tl.int64) * BYTES
         p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
         encode_rows(
@@ -271,6 +241,22 @@ def append_side(x, stride, change, matrix, levels, bounds, data, page_bytes, cod
             p_scale, DTYPE, WRITER,
         )  # fmt: skip
     return refused
+
+
+@triton.jit
+def append_side(x, stride, change, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
+                BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
+                LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    if WRITER.alone:
+        return append_alone(
+            x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE, WRITER, HEADS, RING,
+            SEQS,
+        )  # fmt: skip
+    else:
+        return append_blocks(
+            x, stride, change, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE,
+            WRITER, HEADS, LONG, RING, SEQS, ROWS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -382,11 +368,13 @@ def append_codes_kernel(
 ):
     """Encoded rows [tokens, heads, row_bytes] with scales [tokens, heads], contiguous, behind their sequences."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
-    i_token, i_head, i_row, o_piece, m_row, _, refused = place_rows(
-        pool, tl.program_id(0), no_sequence(), HEADS, False, RING, SEQS, ROWS
+    i_block = tl.program_id(0)
+    known, refused = enter_sequence(pool, i_block, no_sequence(), HEADS, False, RING, SEQS, ROWS)
+    i_token, i_head, i_row, o_piece, m_row = place_rows(
+        pool, i_block, known, tl.arange(0, ROWS), HEADS, False, RING, ROWS
     )
     o_source = i_token.to(tl.int64) * HEADS + i_head
-    p_piece, row = data + o_piece * page_bytes, i_row.to(tl.int64)
+    p_piece, row = data + o_piece.to(tl.int64) * page_bytes, i_row.to(tl.int64)
     copy_rows(key_data + o_source * K_BYTES, p_piece + key_codes + row * K_BYTES, m_row, K_BYTES, COLUMNS)
     copy_rows(value_data + o_source * V_BYTES, p_piece + value_codes + row * V_BYTES, m_row, V_BYTES, COLUMNS)
     if key_scale is not None:

@@ -145,9 +145,7 @@ def prepare_fast(
         OFFSET=cap is not None and pages.key_offset is not None, STAGES=STAGES,
         WHOLE=_whole(pages), BALANCE=balance is not None, **flags, num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
-    chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
-    together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
-    across = min(16, max(4, chunk * dim // 2048)) if together == 1 else 1
+    chunk, together, across = _merge_plan(jobs, rows, programs, dim, device)
     merge = Launch(
         fast_merge.fast_merge, (jobs, -(-rows // together)),
         None, None, None, None, given(sink_logits), value_signs, None, given(balance), given(pages.key_offset),
@@ -209,6 +207,13 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
         residents -= 4
     programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
     return Plan(rows, jobs, programs, 2 * programs + jobs)
+
+
+def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.device) -> tuple[int, int, int]:
+    """CHUNK, HEADS and ACROSS of `fast_merge`: few warps that each have up to 4096 numbers of one row."""
+    chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
+    together = 1 if jobs * rows <= 4 * _multiprocessors(device) else triton.next_power_of_2(rows)
+    return chunk, together, max(2, chunk * dim // 4096) if together == 1 else 1
 
 
 def _tile(pages: Pages) -> int:

@@ -85,24 +85,22 @@ def sequences_fit(pool, b_seq, m_seq, b_old, b_new, RING: tl.constexpr, SEQS: tl
 
 @triton.jit
 def no_sequence():
-    """What `place_rows` takes as known at first."""
+    """What `enter_sequence` takes as known at first."""
     zero = tl.full([], 0, tl.int32)
     return zero, zero, zero, zero, zero, zero, zero
 
 
 @triton.jit
-def place_rows(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
-               SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Rows (token, head) of a block of an append: their token, head, row inside the page, the page's piece for that
-    head, and which of them are written; what is known now, and whether the sequence was refused.
+def enter_sequence(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
+                   SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """What is known about the sequence of a block of an append, and whether that was refused.
 
     known: first and last + 1 block of a sequence, its number, its first and last + 1 token, its old length, whether it
     fits. Blocks of the same sequence read none of that again: memory is slow and these loads wait for each other.
     LONG: a block is tokens of one head, neighbours in a page of at least 16; else all heads of a token are neighbours.
     """
-    table, lengths, _, starts, tokens, seqs, _, width, page_size, pinned = pool
+    _, lengths, _, starts, tokens, seqs, _, _, _, _ = pool
     PER_TOKEN: tl.constexpr = 1 if LONG else HEADS
-    o_row = tl.arange(0, ROWS)
     block = i_block // HEADS if LONG else i_block
     i_lo, i_hi, i_seq, i_from, i_to, old, fits = known
     if (block < i_lo) | (block >= i_hi):
@@ -115,30 +113,39 @@ def place_rows(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr, RI
             pool, i_seq + o_one, o_one == 0, old + o_one, old + (i_to - i_from) + o_one, RING, 1, FIT_ENTRIES
         )
         fits = tl.sum(b_fits.to(tl.int32), 0)
-    o_row += (block - i_lo) * ROWS
+    return (i_lo, i_hi, i_seq, i_from, i_to, old, fits), (fits == 0) & (i_to > i_from)
+
+
+@triton.jit
+def place_rows(pool, i_block, known, o_row, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
+               ROWS: tl.constexpr):  # fmt: skip
+    """Rows o_row (token, head) of a block of an append: their token, head, row inside the page, the page's piece for
+    that head, and which of them are written."""
+    table, _, _, _, _, _, _, width, page_size, pinned = pool
+    i_lo, _, i_seq, i_from, i_to, old, fits = known
+    start = ((i_block // HEADS if LONG else i_block) - i_lo) * ROWS
     if LONG:
         i_head = i_block % HEADS + 0 * o_row
-        i_token = i_from + o_row
+        i_token = i_from + start + o_row
     else:
-        i_head = o_row % HEADS
-        i_token = i_from + o_row // HEADS
+        i_head = (start + o_row) % HEADS
+        i_token = i_from + (start + o_row) // HEADS
     position = old + (i_token - i_from)
     m_row = (i_token < i_to) & (fits > 0)
     if RING:  # of tokens that share a slot only the last one stays
         new = old + (i_to - i_from)
         m_row = m_row & ((position < pinned * page_size) | (position >= new - (width - pinned) * page_size))
-    i_page, i_row = position // page_size, position % page_size
     if LONG and ROWS == 16:  # no page is smaller then: one division for all rows
-        first = old + (block - i_lo) * ROWS
-        i_row = first % page_size + tl.arange(0, ROWS)
+        first, size = (old + start).to(tl.uint32), page_size.to(tl.uint32)  # the shorter division
+        i_row = (first % size).to(tl.int32) + o_row
         over = (i_row >= page_size).to(tl.int32)
-        i_page = first // page_size + over
+        i_page = (first // size).to(tl.int32) + over
         i_row -= over * page_size
+    else:
+        i_page, i_row = position // page_size, position % page_size
     entry = table_entry(tl.maximum(i_page, 0), width, pinned, RING)
     i_page = tl.load(table + i_seq.to(tl.int64) * width + entry, mask=m_row, other=0)
-    refused = (fits == 0) & (i_to > i_from)
-    known = (i_lo, i_hi, i_seq, i_from, i_to, old, fits)
-    return i_token, i_head, i_row, i_page.to(tl.int64) * HEADS + i_head, m_row, known, refused
+    return i_token, i_head, i_row, i_page * HEADS + i_head, m_row
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from .launch import Launch
 
 FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
 MANY_VECTORS = 16384
+ALONE, REGISTERS = 12, 168  # warps on their own that fit on a multiprocessor, and what they have then
 
 
 def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
@@ -35,8 +36,8 @@ def constants(codec: Codec, writer: tables.Writer, device: torch.device) -> tupl
     if not codec.coded:
         return None, None, None
     dtype = next(dtype for dtype, name in tables.DTYPES.items() if name == writer.how.operand)
-    if writer.factor:
-        matrix = tables.part_matrix(codec, dtype, device)
+    if writer.alone:
+        matrix = tables.lane_matrix(codec, dtype, device)
     else:
         matrix = tables.matrix(codec.dim, codec.seed, dtype, device)
     return matrix, codec.level_tensor(torch.float32, device), tables.bounds(codec, writer, device)
@@ -82,11 +83,11 @@ def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, balance: 
     k_how, v_how = (tables.writer(*side) for side in sides)
     rows = _rows(n, k_how, v_how)
     long = n > MANY_VECTORS and tokens >= rows * pages.seqs and pages.page_size >= FEW_ROWS
-    alone = long and rows == MANY_ROWS and all(tables.factored(*side) for side in sides)
+    alone = long and rows == MANY_ROWS and all(tables.factored(*side) for side in sides) and _aligned(k) and _aligned(v)
     warps, programs = 4, 4  # of a program; programs of a multiprocessor
     if alone:
         k_how, v_how = (tables.writer(*side, alone=True) for side in sides)
-        rows, warps, programs = FEW_ROWS, 1, 32
+        rows, warps, programs = FEW_ROWS, 1, 2 * ALONE  # values take longer than keys
     count = (
         blocks(tokens, pages.seqs, 1, rows) * pages.kv_heads
         if long
@@ -125,8 +126,13 @@ def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, balance: 
         *_sequences(pages, starts, tokens),
         rows,
         num_warps=warps,
-        **_resources(alone or rows == MANY_ROWS, k_how, v_how),
+        **({"num_stages": 1, "maxnreg": REGISTERS} if alone else _resources(rows == MANY_ROWS, k_how, v_how)),
     )
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether 8 neighbouring coordinates of 16 bits can be read at a time."""
+    return x.stride(2) == 1 and not (x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(1) % 8)
 
 
 def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:

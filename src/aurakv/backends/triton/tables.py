@@ -73,6 +73,7 @@ class Encoder(NamedTuple):
     coef: tuple[float, ...]
     lsq: bool
     post: float  # factor after the rotation, see `matrix`
+    halvings: int  # likewise
     largest: float  # scale that is stored
     operand: Any  # dtype of the rotation's product
     parts: int  # numbers of that dtype that add up to a coordinate
@@ -82,8 +83,10 @@ class Writer(NamedTuple):
     """Constexpr of append and encode: an Encoder, and how it quantises."""
 
     how: Encoder
-    factor: int = 0  # neighbouring coordinates that a product rotates, the rest by sums; 0: all by a product
+    alone: bool = False  # each warp has vectors of its own, see encode_warp
     groups: str = ""  # PTX that quantises groups by cells, "" to look boundaries and levels up
+    grid: tuple[float, ...] = ()  # slope and start of Cells, and their number, to look boundaries up by; () to search
+    square: float = 0.0  # see codes.energy_of
 
 
 @functools.cache
@@ -149,7 +152,7 @@ def encoder(codec: Codec, source: torch.dtype, changed: bool) -> Encoder:
     """changed: vectors get a balance or an offset in float32, which three bfloat16 numbers hold as well."""
     width = columns(codec)
     if not codec.coded:
-        return Encoder(codec.dim, 16, width, 0, 16, (), False, 1.0, 0.0, tl.float32, 1)
+        return Encoder(codec.dim, 16, width, 0, 16, (), False, 1.0, 0, 0.0, tl.float32, 1)
     operand = operand_of(torch.bfloat16 if changed else source)
     chunk = min(codec.dim & -codec.dim, max(16, (8192 if operand == tl.float32 else 16384) // width))
     return Encoder(
@@ -161,6 +164,7 @@ def encoder(codec: Codec, source: torch.dtype, changed: bool) -> Encoder:
         cubic(codec.levels),
         codec.scale == "lsq",
         unit(codec),
+        _halvings(codec.dim),
         torch.finfo(codec.dtype).max,
         operand,
         3 if changed and operand == tl.bfloat16 else 1,
@@ -169,11 +173,13 @@ def encoder(codec: Codec, source: torch.dtype, changed: bool) -> Encoder:
 
 def bounds(codec: Codec, writer: Writer, device: torch.device) -> Tensor:
     """What p_bounds points to."""
-    return _cell_tensor(codec.levels, device) if writer.groups else codec.boundary_tensor(torch.float32, device)
+    if writer.groups:
+        return _cell_tensor(codec.levels, writer.square > 0, device)
+    return _grid_tensor(codec.levels, device) if writer.grid else codec.boundary_tensor(torch.float32, device)
 
 
 class Cells(NamedTuple):
-    """A grid over a table's boundaries: z belongs to cell rint((CELLS − 2) · clamp(slope·z + start, 0, 1))."""
+    """A grid over a table's boundaries: z belongs to cell rint((len(bounds) − 2) · clamp(slope·z + start, 0, 1))."""
 
     slope: float
     start: float
@@ -182,46 +188,70 @@ class Cells(NamedTuple):
 
 
 @functools.cache
-def cells(levels: Levels) -> Cells | None:
-    """None where no grid has at most one boundary in a cell, none of them next to the cell's edge."""
+def cells(levels: Levels, count: int = CELLS) -> Cells | None:
+    """None where no grid of this many cells has at most one boundary in each, none of them next to the cell's edge."""
     edges = np.array(boundaries(levels), np.float64)
-    if len(levels) > CELLS // 2 or not np.all(np.diff(edges) > 0):
+    if len(levels) > count // 2 or not np.all(np.diff(edges) > 0):
         return None
     for widening in np.linspace(0.01, 0.5, 50):
         first, last = edges[0], edges[-1]
         margin = widening * (last - first) if last > first else 1.0
         slope = float(np.float32(1 / (last - first + margin)))
         start = float(np.float32(0.5 - slope * (first + last) / 2))
-        place = (CELLS - 2) * (slope * edges + start)
+        place = (count - 2) * (slope * edges + start)
         cell = np.rint(place).astype(int)
         if len(set(cell)) == len(cell) and np.abs(place - cell).max() < 0.49:
-            bounds = np.full(CELLS, np.inf)
+            bounds = np.full(count, np.inf)
             bounds[cell] = edges
-            below = np.searchsorted(cell, np.arange(CELLS))
+            below = np.searchsorted(cell, np.arange(count))
             return Cells(slope, start, tuple(float(x) for x in bounds), tuple(int(n) for n in below))
     return None
 
 
 @functools.cache
-def _cell_tensor(levels: Levels, device: torch.device) -> Tensor:
-    """Bits of: boundaries by cell with the number of those below in their lowest bits, levels by code; 32 of each."""
+def wide_cells(levels: Levels) -> Cells | None:
+    """The smallest grid for a table in memory, if there is one."""
+    found = (cells(levels, 1 << bits) for bits in range(5, 14))
+    return next((grid for grid in found if grid), None)
+
+
+@functools.cache
+def _grid_tensor(levels: Levels, device: torch.device) -> Tensor:
+    """Boundaries by cell, then the numbers of those below them."""
+    grid = wide_cells(levels)
+    assert grid is not None
+    with torch.inference_mode(False):
+        return torch.tensor([grid.bounds, grid.below], dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _cell_tensor(levels: Levels, squared: bool, device: torch.device) -> Tensor:
+    """32 times the bits of: boundaries by cell with the number of those below in their lowest bits; levels by code, or
+    with integer squares the first word of `_square_words`, for ptxas copies what it knows to be the same in all lanes.
+    """
     grid = cells(levels)
     assert grid is not None
     marked = np.array(grid.bounds, np.float32).view(np.int32) & ~15 | np.array(grid.below, np.int32)
-    known = np.resize(np.array(levels, np.float32), CELLS)
+    known = np.resize(np.array(levels, np.float32), CELLS).view(np.int32)
+    if squared:
+        known = np.full(CELLS, _square_words(levels)[0], np.int32)
     with torch.inference_mode(False):
-        return torch.from_numpy(np.stack([marked, known.view(np.int32)])).to(device)
-
-
-FACTOR = 32  # of rotations in parts
+        return torch.from_numpy(np.stack([marked, known])).to(device)
 
 
 @functools.cache
 def writer(codec: Codec, source: torch.dtype, changed: bool, alone: bool = False) -> Writer:
     """alone: for warps with vectors of their own, if `factored` says that they can have them."""
     how = encoder(codec, source, changed)
-    groups = _groups_asm(codec.levels, codec.scale == "lsq") if codec.coded and not INTERPRETED.value else ""
-    return Writer(how, FACTOR if alone else 0, groups)
+    if not codec.coded:
+        return Writer(how)
+    lsq = codec.scale == "lsq"
+    groups = "" if INTERPRETED.value else _groups_asm(codec.levels, lsq)
+    if not groups:
+        grid = wide_cells(codec.levels)
+        return Writer(how, grid=(grid.slope, grid.start, len(grid.bounds)) if grid else ())
+    found = None if lsq else _square_table(codec.levels)
+    return Writer(how, alone, groups, square=found[1] ** 2 if found else 0.0)
 
 
 def single_product(how: Encoder) -> bool:
@@ -237,9 +267,9 @@ def factored(codec: Codec, source: torch.dtype, changed: bool) -> bool:
 
 @functools.cache
 def _groups_asm(levels: Levels, lsq: bool) -> str:
-    """PTX for a group of 8 coordinates y $3 … $10: $0 their codes, packed; $1 the sum of the squares of the levels; $2
-    that of their products with y (lsq). $11 is the inverse of the size $12 that y is divided by; lane i holds the
-    marked boundary of cell i in $13 and the level of code i mod n in $14.
+    """PTX for a group of 8 coordinates y $3 … $10: $0 their codes, packed; $1 the sum of the squares of the levels and
+    $15; $2 that of their products with y and $16 (lsq). $11 is the inverse of the size $12 that y is divided by; lane i
+    holds the marked boundary of cell i in $13 and the level of code i mod n in $14.
 
     The low bits of 2^23 + n are n, and a shuffle reads no others. The sign of a difference is the comparison. Codes are
     pushed into the word from above, so that the bits above them are lost. Marks move boundaries by up to 2e-6 of them
@@ -248,9 +278,9 @@ def _groups_asm(levels: Levels, lsq: bool) -> str:
     if grid is None:
         return ""
     slope, start, last, magic = (_hex(x) for x in (grid.slope, grid.start, CELLS - 2.0, 2.0**23))
-    squares = [] if lsq or bits != 4 else _squares_asm(levels)
-    lines = [".reg .f32 a, d, e, l, p, s; .reg .b32 n, t, w;", f"mul.rn.f32 a, $11, {slope};"]
-    lines += ["mov.b32 w, 0; mov.f32 e, 0f00000000; mov.f32 p, 0f00000000;"]
+    squares = [] if lsq else _squares_asm(levels)
+    lines = [".reg .f32 a, d, l, p, s; .reg .b32 e, n, t, w;", f"mul.rn.f32 a, $11, {slope};"]
+    lines += ["mov.b32 w, 0; mov.b32 e, $15; mov.f32 p, $16;"]
     for y in (f"${i}" for i in range(3, 11)):
         lines += [f"fma.rn.sat.f32 s, {y}, a, {start};", f"fma.rn.f32 s, s, {last}, {magic};", "mov.b32 n, s;"]
         lines += ["shfl.sync.idx.b32 n, $13, n, 31, 0xffffffff;", "mov.b32 s, n;"]
@@ -261,37 +291,59 @@ def _groups_asm(levels: Levels, lsq: bool) -> str:
         if lsq:
             lines.append(f"fma.rn.f32 p, {y}, l, p;")
     lines.append(f"shr.u32 w, w, {32 - 8 * bits};")
-    return "\n".join(["{", *lines, *squares, "mov.b32 $0, w; mov.f32 $1, e; mov.f32 $2, p;", "}"])
+    return "\n".join(["{", *lines, *squares, "mov.b32 $0, w; mov.b32 $1, e; mov.f32 $2, p;", "}"])
+
+
+def _square_table(levels: Levels) -> tuple[list[int], float] | None:
+    """The positive levels of 4 bits as integers, and their step; None where levels are no integers times a step, or not
+    the same on both sides."""
+    found = integers(levels) if len(levels) == 16 and _symmetric(levels) else None
+    return None if found is None else (found[0][8:], found[1])
+
+
+def _square_words(levels: Levels) -> list[int]:
+    """The integers of `_square_table` as bytes of two words; [] where there are none."""
+    found = _square_table(levels)
+    return [sum(n << 8 * i for i, n in enumerate(found[0][at : at + 4])) for at in (0, 4)] if found else []
 
 
 def _squares_asm(levels: Levels) -> list[str]:
-    """PTX: e the sum of the squares of the levels of the 8 codes of w, without a shuffle. [] where levels are no
-    integers times a step, or not the same on both sides."""
-    found = integers(levels) if _symmetric(levels) else None
-    if found is None:
+    """PTX: e plus the squares of the integers that are the levels of the 8 codes of w, without a shuffle; $14 has the
+    first of _square_words. [] where there are none."""
+    words = _square_words(levels)
+    if not words:
         return []
-    table, step = found[0][8:], found[1]
-    low, high = (sum(n << 8 * i for i, n in enumerate(table[at : at + 4])) for at in (0, 4))
     return [
         "not.b32 n, w;", "and.b32 n, n, 0x88888888;", "shr.u32 t, n, 3;", "sub.u32 n, n, t;",  # 7 for codes under 8
         "lop3.b32 n, w, n, 0x77777777, 0x28;",  # (w ^ n) & 7…: the place in the upper half of the table
-        f"prmt.b32 t, {low}, {high}, n;", "dp4a.u32.u32 t, t, t, 0;",
-        "shr.u32 n, n, 16;", f"prmt.b32 n, {low}, {high}, n;", "dp4a.u32.u32 t, n, n, t;",
-        "cvt.rn.f32.u32 e, t;", f"mul.rn.f32 e, e, {_hex(step * step)};",
+        f"prmt.b32 t, $14, {words[1]}, n;", "dp4a.u32.u32 e, t, t, e;",
+        "shr.u32 n, n, 16;", f"prmt.b32 n, $14, {words[1]}, n;", "dp4a.u32.u32 e, n, n, e;",
     ]  # fmt: skip
 
 
 @functools.cache
-def part_matrix(codec: Codec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What encode_kernels.part_matrix loads: Hadamard's matrix of FACTOR coordinates, scaled like `matrix`, its columns
-    in the order of rotate_in_parts; then the signs of all coordinates, as those of zeros."""
-    o = torch.arange(FACTOR)
-    pairs, groups = o // (FACTOR // 4), o // 2 % (FACTOR // 8)
-    column = groups * 8 + pairs * 2 + o % 2
-    part = hadamard(FACTOR)[:, column] * 2.0 ** -_halvings(codec.dim)
-    sign = torch.where(torch.tensor(signs(codec.dim, codec.seed)) < 0, -0.0, 0.0).to(torch.float64)
+def lane_matrix(codec: Codec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What encode_warp loads: int32 [4, 32, 4], the words of the tensor cores' second operand, a Hadamard matrix of 32
+    coordinates scaled like `matrix`, [column quarter, lane, 2·k-step + half]; then signs of coordinates, two in a word,
+    as those of zeros."""
+    lane, tile, step, half, pair = torch.meshgrid(*(torch.arange(n) for n in (32, 4, 2, 2, 2)), indexing="ij")
+    k = 16 * step + 8 * half + 2 * (lane % 4) + pair  # of the coordinate's bits
+    n = 8 * tile + lane // 4
+    rows, columns = encode_bits(codec.dim)
+    meet = torch.stack([(k >> rows.index(bit)) & (n >> columns.index(bit)) & 1 for bit in rows]).sum(0)
+    entries = ((1 - 2 * (meet % 2)) * 2.0 ** -_halvings(codec.dim)).permute(1, 0, 2, 3, 4).to(dtype)
+    sign = torch.where(torch.tensor(signs(codec.dim, codec.seed)) < 0, -0.0, 0.0).to(dtype)
     with torch.inference_mode(False):
-        return torch.cat([part.to(torch.float64).flatten(), sign]).to(device=device, dtype=dtype)
+        return torch.cat([x.contiguous().flatten().view(torch.int32) for x in (entries, sign)]).to(device)
+
+
+def encode_bits(dim: int) -> tuple[list[int], list[int]]:
+    """The bits of a coordinate that are the bits of a row and of a column of `lane_matrix`, from the lowest on.
+
+    A lane reads 8 neighbours at a time (its four share 32), two in a word, and gets dim / 4 neighbours as results:
+    bits 1 and 2 of a column are its quarter. The bits that are missing count the products.
+    """
+    return ([0, 3, 4, 5, 6], [0, 5, 6, 3, 4]) if dim == 128 else ([0, 3, 4, 5, 2], [0, 4, 5, 2, 3])
 
 
 def _hex(x: float) -> str:
