@@ -134,7 +134,8 @@ INLINE __m512i load_rows(const uint8_t* p, int64_t stride) {  // 16 bytes of 4 t
   return merge<0xc0>(merge<0x30>(low, p + 2 * stride), p + 3 * stride);
 }
 
-// Sums of R rows with 4·N tokens from p on, 4 partial sums a token
+// Sums of R rows with tokens n, n + 4, n + 8 and n + 12 from p on, n < N, 4 partial sums a token: in this order score16
+// finds the tokens one after the other.
 template <int B, int R, int N>
 INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64_t stride, int64_t loads,
                 Ahead& ahead, __m512 (*out)[4], int at) {
@@ -153,7 +154,7 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
     Ahead::take(ahead);
     __m512i z[N];
     UNROLL for (int n = 0; n < N; n++) {
-      z[n] = load_rows(p + l * W::LOAD + 4 * n * stride, stride);
+      z[n] = load_rows(p + l * W::LOAD + n * stride, 4 * stride);
       if constexpr (!W::ALIGNED && B != 8)
         z[n] = _mm512_srlv_epi16(_mm512_shuffle_epi8(z[n], load<__m512i>(bytes.b)), load<__m512i>(shift.w));
     }
@@ -188,14 +189,13 @@ INLINE void score16(const Work& w, const Table<B>& table, int64_t row, const int
   constexpr int N = R <= 4 ? 4 : 2;
   __m512 f[R][4];
   UNROLL for (int n = 0; n < 4; n += N)
-    dot<B, R, N>(table, q, p + 4 * n * stride, stride, loads, ahead, f, n);
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    dot<B, R, N>(table, q, p + n * stride, stride, loads, ahead, f, n);
   UNROLL for (int r = 0; r < R; r++) {
     const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(f[r][0], f[r][1]), _mm512_unpackhi_ps(f[r][0], f[r][1]));
     const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(f[r][2], f[r][3]), _mm512_unpackhi_ps(f[r][2], f[r][3]));
     const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
     const __m512 sum = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
-    const __m512 dots = _mm512_mul_ps(_mm512_permutexvar_ps(order, sum), _mm512_set1_ps(w.q_unit[row + r]));
+    const __m512 dots = _mm512_mul_ps(sum, _mm512_set1_ps(w.q_unit[row + r]));
     _mm512_storeu_ps(s + r * TILE, _mm512_fmadd_ps(dots, _mm512_loadu_ps(ks), _mm512_set1_ps(w.shift[row + r])));
   }
 }
