@@ -453,17 +453,21 @@ def test_says_why_not() -> None:
     assert "same dim" in (fast_attend.why_not_format(Format.parse("k4v4", (128, 64))) or "")
 
 
-@pytest.mark.parametrize("table", ["", ":[-3.5,-2.5,-1.5,-0.5,0.5,1.5,2.5,3.5]"])
-def test_cubic_of_three_bits(table: str) -> None:
+EVEN = {3: "[-3.5,-2.5,-1.5,-0.5,0.5,1.5,2.5,3.5]", 4: str([i - 7.5 for i in range(16)]).replace(" ", "")}
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("even", [False, True])
+def test_odd_cubics(bits: int, even: bool) -> None:
     """The kernel's arithmetic in float16, also for evenly spaced levels, is nearer than float16 weights are."""
-    format = Format.parse(f"k3/v3{table}", 128)
+    format = Format.parse(f"k4/v{bits}:{EVEN[bits] if even else 'cubic'}", 128)
     levels = fast_levels.levels(format)
     assert levels is not None
     r = torch.tensor([levels.value.words[0] & 0xFFFF], dtype=torch.uint16).view(torch.float16).float()
-    x = torch.arange(8) - 3.5
+    x = (2 * torch.arange(1 << bits) - (1 << bits) + 1) / (1 << bits)
     made = ((x * x + r).half().float() * x).half().double() * levels.value.step
     exact = torch.tensor(format.value.levels, dtype=torch.float64)
-    assert (made - exact).norm() <= 4e-4 * exact.norm()
+    assert (made - exact).norm() <= 4e-4 * exact.norm(), float((made - exact).norm() / exact.norm())
 
 
 def compile_kernel(kernel: Any, types: dict[str, str], fixed: dict[str, Any], capability: int, options: Any) -> Any:

@@ -20,6 +20,8 @@ Inline assembly here moves data between lanes or changes the meaning of the inde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -113,19 +115,25 @@ def _value_minifloat() -> str:
     return "\n".join([*lines, "}"])
 
 
+def _odd_cubics(places: Sequence[tuple[str, int]], bits: int, r: str) -> list[str]:
+    """$0 …: x·(x² + r) of the codes whose place in both halves of a word is given, x = (code − middle) / 2^(bits − 1).
+
+    A place is at least bit 1, so that the middle is a float16 number."""
+    lines = [".reg .b32 x, y, magic, unit, middle;", "mov.b32 magic, 0x64006400;"]  # 1024, a code under it
+    last, half = (1 << bits) - 1, 2.0 ** (bits - 1)
+    for i, (word, at) in enumerate(places):
+        lines.append(f"lop3.b32 x, {word}, {0x00010001 * last << at}, magic, 0xEA;")
+        lines.append(f"mov.b32 unit, {half2(2.0**-at / half)};")
+        lines.append(f"mov.b32 middle, {half2(-(1024 * 2.0**-at + last / 2) / half)};")
+        lines += ["fma.rn.f16x2 x, x, unit, middle;", f"fma.rn.f16x2 y, x, x, {r};", f"mul.rn.f16x2 ${i}, x, y;"]
+    return lines
+
+
 def _value_cubic() -> str:
-    """$0-$3: c3·y³ + c2·y² + c1·y + c0 of codes 0-3 with y = code − 8. $5 $7 $9 $11: c0 … c3 in both halves."""
-    lines = ["{", ".reg .b32 r, y, t, low, high, sixteenth;"]
-    for name, x in (("low", -1032.0), ("high", -72.0), ("sixteenth", 1 / 16)):
-        lines.append(f"mov.b32 {name}, {half2(x)};")
-    lines.append("shr.u32 r, $4, 8;")
-    for i, (source, mask) in enumerate((("$4", 0x000F000F), ("$4", 0x00F000F0), ("r", 0x000F000F), ("r", 0x00F000F0))):
-        lines.append(f"lop3.b32 y, {source}, {mask}, 0x64006400, 0xEA;")  # 1024 + code, or 1024 + 16·code
-        lines.append("add.rn.f16x2 y, y, low;" if i % 2 == 0 else "fma.rn.f16x2 y, y, sixteenth, high;")
-        lines.append("fma.rn.f16x2 t, y, $11, $9;")
-        lines.append("fma.rn.f16x2 t, t, y, $7;")
-        lines.append(f"fma.rn.f16x2 ${i}, t, y, $5;")
-    return "\n".join([*lines, "}"])
+    """$0-$3: levels of codes 0-3 over their step. $4: two units. $5: r in both halves."""
+    places = (("low", 1), ("$4", 4), ("high", 1), ("high", 5))
+    lines = ["{", ".reg .b32 low, high;", "shl.b32 low, $4, 1;", "shr.u32 high, $4, 7;"]
+    return "\n".join([*lines, *_odd_cubics(places, 4, "$5"), "}"])
 
 
 _VALUE_MINIFLOAT = gl.constexpr(_value_minifloat())
@@ -167,18 +175,13 @@ def _units3(at: str) -> list[str]:
 
 
 def _value_cubic3() -> str:
-    """$0-$15: x·(x² + r) of codes 0-15 of the 48 bits that are lane g's, x = code − 3.5. $16: the lane's address.
+    """$0-$15: levels of codes 0-15 of the 48 bits that are lane g's, over their step. $16: the lane's address.
     $18: r in both halves."""
-    lines = ["{", *_units3("$16"), ".reg .b32 r0, r1, r2, x, magic, unit, middle;"]
-    lines += ["mov.b32 magic, 0x64006400;", "shl.b32 r0, p0, 1;", "shr.u32 r1, p1, 1;", "shr.u32 r2, p2, 9;"]
-    # a code's place is at least bit 1, so that its middle is a float16 number
+    lines = ["{", *_units3("$16"), ".reg .b32 r0, r1, r2;"]
+    lines += ["shl.b32 r0, p0, 1;", "shr.u32 r1, p1, 1;", "shr.u32 r2, p2, 9;"]
     places = (("r0", 1), ("r0", 4), ("r0", 7), ("q0", 1), ("q0", 4), ("q0", 7), ("p1", 2), ("p1", 5), ("r1", 7),
               ("q1", 3), ("q1", 6), ("p2", 1), ("p2", 4), ("p2", 7), ("r2", 1), ("r2", 4))  # fmt: skip
-    for i, (word, at) in enumerate(places):
-        lines.append(f"lop3.b32 x, {word}, {0x00070007 << at}, magic, 0xEA;")
-        lines += [f"mov.b32 unit, {half2(2.0**-at)};", f"mov.b32 middle, {half2(-(1024 * 2.0**-at + 3.5))};"]
-        lines += ["fma.rn.f16x2 x, x, unit, middle;", "fma.rn.f16x2 t, x, x, $18;", f"mul.rn.f16x2 ${i}, t, x;"]
-    return "\n".join([*lines, "}"])
+    return "\n".join([*lines, *_odd_cubics(places, 3, "$18"), "}"])
 
 
 def _value_minifloat3() -> str:
@@ -316,7 +319,7 @@ def value_levels_minifloat(units, minus_one):
 
 
 @gluon.jit
-def value_levels_cubic(units, c0, c1, c2, c3):
+def value_levels_cubic(units, r):
     return gl.inline_asm_elementwise(
-        _VALUE_CUBIC, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [units, c0, c1, c2, c3],
+        _VALUE_CUBIC, "=&r,=&r,=&r,=&r,r,r,r", [units, r],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip

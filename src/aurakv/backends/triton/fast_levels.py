@@ -127,17 +127,20 @@ def _value_levels(codec: Codec) -> ValueLevels | None:
     if found is None:
         return None
     unit, bend = found
-    if codec.bits == 3:
-        return _value_cubic3(codec.levels, bend)
-    z = 128.0 if codec.bits == 8 else 1.0  # the kernel's variable is (code − 2^(bits − 1)) / z
+    if codec.bits < 8:
+        return _odd_cubic(codec.levels, bend)
+    z = 128.0  # the kernel's variable is (code − 128) / z
     coefficients = (0.5 + bend / 8, (1 + 0.75 * bend) * z, 1.5 * bend * z * z, bend * z**3)
     return ValueLevels(CUBIC, unit * z, 0.0, tuple(half2(c / z) for c in coefficients))
 
 
-def _value_cubic3(levels: Table, bend: float) -> ValueLevels:
-    """level = step · x · (x² + r) with x = code − 3.5, r = 1 / bend rounded, within the range of float16."""
-    r = half(1 / bend if abs(bend) > 1 / 18000 else 18000.0)
-    made = [(i - 3.5) * ((i - 3.5) ** 2 + r) for i in range(8)]
+def _odd_cubic(levels: Table, bend: float) -> ValueLevels:
+    """level = step · x · (x² + r) with x = (code − middle) / (n / 2), in float16; a large r makes a straight line."""
+    n, most = len(levels), 60000.0
+    x = [(2 * i - n + 1) / n for i in range(n)]
+    bend *= n * n / 4
+    r = half(1 / bend if abs(bend) * most > 1 else most)
+    made = [y * (y * y + r) for y in x]
     step = sum(x * level for x, level in zip(made, levels, strict=True)) / sum(x * x for x in made)
     return ValueLevels(CUBIC, step, 0.0, (half2(r),))
 

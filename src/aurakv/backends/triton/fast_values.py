@@ -107,7 +107,7 @@ def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constex
         a3 = mma_v2(planes[7], w, a3)
         return a0, a1, a2, a3
     elif BITS == 4:
-        v0, v1, v2, v3 = value_levels_cubic(values, constants[0], constants[1], constants[2], constants[3])
+        v0, v1, v2, v3 = value_levels_cubic(values, constants[0])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1]), mma_v2(v2, w, sums[2]), mma_v2(v3, w, sums[3])
     else:
         v0, v1 = value_levels_cubic8(values, constants[0], constants[1], constants[2], constants[3])
