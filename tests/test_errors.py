@@ -817,7 +817,9 @@ def test_whole_numbers_of_any_kind_are_plain_ones_inside(world, number):
     contiguous = kv.KVCache.contiguous(FORMAT, number(2), heads, number(9), exact=exact)
     paged = kv.KVCache.paged(kv.PagePool(FORMAT, number(8), number(8), heads), number(2), number(16))
     assert {type(x) for x in (*ring._table.kept, *contiguous.exact[:2])} == {int}
-    for cache in (ring, contiguous, paged):
+    assert kv.attend_workspace(paged.pages, number(2), heads, splits=number(3)) >= 0
+    plain = kv.KVCache.contiguous(FORMAT, number(2), heads, backend="reference")
+    for cache in (ring, contiguous, paged, plain):
         for _ in range(4):
             part = cache.step(queries(2), *tokens(2), splits=number(1))
         assert part.out.isfinite().all()

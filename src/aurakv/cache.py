@@ -221,7 +221,7 @@ class KVCache:
 
         Without a scoring everything is visible, in a ring its window and sinks.
         """
-        call = Call(self._scoring(scoring), sink_logits, splits, precision)
+        call = Call(self._scoring(scoring), sink_logits, checks.splits(splits), precision)
         check_queries(q, self.pages, call)
         bounds = self._bounds(starts, q.shape[0])
         self._refresh()
@@ -251,7 +251,7 @@ class KVCache:
             part = known.run(q, k, v)
             self._advance(range(self.seqs + 1))
             return part
-        call = Call(self._scoring(scoring), sink_logits, splits, precision, balance)
+        call = Call(self._scoring(scoring), sink_logits, checks.splits(splits), precision, balance)
         check_step(q, k, v, self.pages, call)
         bounds = self._bounds(starts, k.shape[0])
         self._refresh()

@@ -176,11 +176,14 @@ def truncate(seq: int, length: int, most: int) -> int:
     return found
 
 
-def options(precision: str, splits: int | None) -> None:
-    if precision not in PRECISIONS:
-        raise InputError(f"precision must be one of {list(PRECISIONS)}, got {precision!r}")
-    if splits is not None:
-        whole("splits", splits, 1)
+def precision(given: str) -> None:
+    if given not in PRECISIONS:
+        raise InputError(f"precision must be one of {list(PRECISIONS)}, got {given!r}")
+
+
+def splits(given: int | None) -> int | None:
+    """As a plain number."""
+    return None if given is None else whole("splits", given, 1)
 
 
 def workspace(given: Tensor | None, needed: int, device: torch.device) -> None:

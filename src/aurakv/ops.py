@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .arguments import finite, instance
+from .arguments import finite, instance, whole
 from .checks import Starts
 from .codec import Codec, Codes
 from .errors import InputError
@@ -164,7 +164,8 @@ def attend(
     device = pages.data.device
     checks.queries(q, pages.kv_heads, pages.format.key.dim, device)
     checks.logits(sink_logits, q.shape[1], device)
-    checks.options(precision, splits)
+    checks.precision(precision)
+    splits = checks.splits(splits)
     bounds = checks.starts("starts", starts, pages.seqs, q.shape[0], device)
     last = checks.ends(ends, pages.lengths)
     chosen = backends.select(backend, pages.format, device, q.dtype)
@@ -178,6 +179,7 @@ def attend_workspace(
     pages: Pages, tokens: int, heads: int, *, splits: int | None = None, backend: str | None = None
 ) -> int:
     """Bytes of the workspace that `attend` needs for split results of this many queries over these pages."""
+    tokens, heads, splits = whole("tokens", tokens, 0), whole("heads", heads, 1), checks.splits(splits)
     return backends.select(backend, pages.format, pages.data.device).workspace_bytes(pages, tokens, heads, splits)
 
 

@@ -56,7 +56,7 @@ def check_queries(q: Tensor, pages: Pages, call: Call) -> None:
     device = pages.data.device
     checks.queries(q, pages.kv_heads, pages.format.key.dim, device)
     checks.logits(call.sink_logits, q.shape[1], device)
-    checks.options(call.precision, call.splits)
+    checks.precision(call.precision)
 
 
 def check_step(q: Tensor, k: Tensor, v: Tensor, pages: Pages, call: Call) -> None:

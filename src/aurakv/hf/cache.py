@@ -57,7 +57,7 @@ class AuraCache(Cache):  # type: ignore[misc]
         first = (FIRST if policy is None else policy.first) if first is None else whole("first", first, 0)
         recent = (0 if policy is None else policy.recent) if recent is None else whole("recent", recent, 0)
         rollback = whole("rollback", rollback, 0)
-        checks.options(precision, None)
+        checks.precision(precision)
         if backend is not None:
             backends.why_not(backend)  # refuses a name that does not exist; layers find out whether it can run
         planned, dim = slots(config), head_dim(config)

@@ -223,7 +223,9 @@ class ShardedCache:
         precision: str = "fast",
     ) -> Partial:
         """Attention of the last tokens of each sequence, q [tokens, heads, dim], over what all ranks hold."""
-        call = Call(own_scoring(scoring, self.whole.kept, self.whole.exact), sink_logits, splits, precision)
+        call = Call(
+            own_scoring(scoring, self.whole.kept, self.whole.exact), sink_logits, checks.splits(splits), precision
+        )
         check_queries(q, self.local.pages, call)
         bounds = self._bounds(starts, q.shape[0])
         for seq, length in enumerate(self._lengths):
@@ -250,7 +252,9 @@ class ShardedCache:
         precision: str = "fast",
     ) -> Partial:
         """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
-        call = Call(own_scoring(scoring, self.whole.kept, self.whole.exact), sink_logits, splits, precision)
+        call = Call(
+            own_scoring(scoring, self.whole.kept, self.whole.exact), sink_logits, checks.splits(splits), precision
+        )
         check_step(q, k, v, self.local.pages, call)
         bounds = self._bounds(starts, k.shape[0])
         new = [b - a for a, b in itertools.pairwise(bounds)]
