@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from aurakv.backends.triton import attention, extend, results, store, tables
+from aurakv.backends.triton import attention, extend, grids, results, store, tables
 
 TYPES = {
     torch.float32: "*fp32",
@@ -271,7 +271,7 @@ def test_long_appends(compile_for, capability, dim):
 def test_cells_give_codes(name):
     """What codes.quantise does with a grid, in float32: the codes of a search, next to boundaries, too."""
     for codec in (Format.parse(name, 128).key, Format.parse(name, 128).value):
-        grid = tables.wide_cells(codec.levels)
+        grid = grids.wide_cells(codec.levels)
         assert grid is not None
         bounds = codec.boundary_tensor(torch.float32, torch.device("cpu"))
         near = [torch.nextafter(bounds, torch.full_like(bounds, far)) for far in (-9.0, 9.0)]

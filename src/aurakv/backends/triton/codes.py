@@ -4,8 +4,8 @@ A tile of coded rows has 8·GROUPS columns in plane-major order: column i is cod
 group being 8 neighbouring coordinates (BITS whole bytes). Queries, offsets and outputs follow through `coordinates`, so
 a tile needs no shuffling. A tile of raw rows (BITS = 16) has its columns in natural order.
 
-Constexprs: BITS the width; GROUPS = columns / 8; COEF the level table's arithmetic (tables.curve), () to look levels
-up; ASM the PTX that turns 8 nibbles into 8 float16 levels, "" where the target has none.
+Constexprs: BITS the width; GROUPS = columns / 8; COEF the level table's arithmetic (arithmetic.curve), () to look
+levels up; ASM the PTX that turns 8 nibbles into 8 float16 levels, "" where the target has none.
 """
 
 # mypy: ignore-errors
@@ -251,7 +251,7 @@ def load_cells(p_cells):
 @triton.jit
 def quantise_groups(y, inverse, size, cells, ASM: tl.constexpr, GROUPS: tl.constexpr):
     """y · inverse = y / size [rows, 8·GROUPS] in plane-major order as words of 8 codes; the sums of the squares of
-    their levels (see `energy_of`), and of levels times y: [rows, GROUPS]. For tables that tables.cells serves: a lane
+    their levels (see `energy_of`), and of levels times y: [rows, GROUPS]. For tables that grids.cells serves: a lane
     looks up what another one holds."""
     even, odd = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, 2, 2, GROUPS]), [0, 4, 1, 2, 3]))
     y04, y26 = tl.split(even)

@@ -18,6 +18,7 @@ from ...pages import Pages
 from ...partial import Partial
 from ...scoring import Scoring
 from . import tables
+from .arithmetic import cubic, integers
 from .extend_decode import key_asm, value_asm
 from .extend_kernel import extend_kernel
 from .fast_levels import minifloat_step
@@ -85,7 +86,7 @@ def arithmetic(format: Format) -> Arithmetic | None:
 
 def _key(codec: Codec) -> tuple[tuple[int, str], float] | None:
     """Bits and PTX, and what an integer level is worth."""
-    found = tables.integers(codec.levels)
+    found = integers(codec.levels)
     if found is None or (codec.bits == 4 and not found[0][7] < 0 <= found[0][8]):
         return None
     return (codec.bits, key_asm(found[0], codec.bits)), found[1]
@@ -96,8 +97,8 @@ def _value(codec: Codec) -> tuple[tuple[int, str], float, bool] | None:
     levels = codec.levels
     if codec.bits < 4:
         return (codec.bits, value_asm("table", levels)), 1.0, False
-    if cubic := tables.cubic(levels):  # of twice the distance from the middle
-        return (4, value_asm("cubic", (2 * cubic[0], 8 * cubic[1]))), 1.0, True
+    if coef := cubic(levels):  # of twice the distance from the middle
+        return (4, value_asm("cubic", (2 * coef[0], 8 * coef[1]))), 1.0, True
     found = minifloat_step(levels)
     return None if found is None or found > 0.9 * 65536 else ((4, value_asm("minifloat", ())), found, True)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ...codebook import Levels as Table
 from ...codec import Codec, Format
+from .arithmetic import integers
 
 MINIFLOAT_TAIL = {3: 190, 4: 88}  # bits under a minifloat code, which lies at bits 9-11 or 8-11 of a float16 number
 
@@ -64,27 +65,16 @@ def half(x: float) -> float:
 def _key_levels(codec: Codec) -> KeyLevels | None:
     if codec.bits == 8:
         return _key_cubic(codec.levels)
-    found = _integers(codec.levels)
+    found = integers(codec.levels)
     if found is None:
         return None
-    integers, step = found
-    if codec.bits == 4:  # see fast_primitives: the upper eight are stored plus one
-        integers = integers[:8] + [n + 1 for n in integers[8:]]
-    quarters = [integers[at : at + 4] for at in range(0, len(integers), 4)]
-    return KeyLevels(step, tuple(sum((n & 255) << 8 * i for i, n in enumerate(quarter)) for quarter in quarters))
-
-
-def _integers(levels: Table) -> tuple[list[int], float] | None:
-    """The levels as int8 integers times a step; 16 of them below zero for codes under 8 and at most 126, else None."""
-    for top in range(1, 127):
-        step = levels[-1] / top
-        if step <= 0:
+    table, step = found
+    if codec.bits == 4:  # see fast_codes: codes under 8 are negative, the upper eight are stored plus one
+        if not table[7] < 0 <= table[8] or table[-1] > 126:
             return None
-        integers = [round(x / step) for x in levels]
-        exact = all(abs(n * step - x) <= 1e-6 * levels[-1] for n, x in zip(integers, levels, strict=True))
-        if exact and integers[0] >= -128 and (len(levels) < 16 or integers[7] < 0 <= integers[8]):
-            return integers, step
-    return None
+        table = table[:8] + [n + 1 for n in table[8:]]
+    quarters = [table[at : at + 4] for at in range(0, len(table), 4)]
+    return KeyLevels(step, tuple(sum((n & 255) << 8 * i for i, n in enumerate(quarter)) for quarter in quarters))
 
 
 def _key_cubic(levels: Table) -> KeyLevels | None:
