@@ -43,12 +43,12 @@ inline void add_rests(Work& w, const Tile& t, const KeyKernel& keys, float most)
     if (!(w.level_error[r] * seen > SCORE_ERROR)) continue;
     level_unit[r] = w.q_unit[r] / w.key.keys.unit * w.key.key_rest.unit, levels = true;
   }
-  if (queries) keys.scores(w, t, {w.q_rest, w.key.keys, query_unit, true});
-  if (levels) keys.scores(w, t, {w.q16, w.key.key_rest, level_unit, true});
+  if (queries) keys.scores(w, t, {w.q_rest, w.key.keys, query_unit, nullptr});
+  if (levels) keys.scores(w, t, {w.q16, w.key.key_rest, level_unit, nullptr});
 }
 
 inline void score(Work& w, const Tile& t, const KeyKernel& keys) {
-  keys.scores(w, t, {w.q16, w.key.keys, w.q_unit, false});
+  keys.scores(w, t, {w.q16, w.key.keys, w.q_unit, w.shift});
   const float most = w.most_error > 0 ? largest_scale(t.ks, int(round_up(t.n, VL))) : 0;
   if (w.most_error * most > SCORE_ERROR) add_rests(w, t, keys, most);
 }

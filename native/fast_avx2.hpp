@@ -142,7 +142,7 @@ INLINE void dot4(const Planes<B>& planes, const int16_t* q, const uint8_t* p, in
 
 // s of R rows with 8 tokens
 template <int B, int R>
-INLINE void score8(const Work& w, const Pass& pass, const Planes<B>& planes, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
+INLINE void score8(const Pass& pass, const Planes<B>& planes, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
                    int64_t loads, Ahead ahead, const float* ks, float* s) {
   __m256 f[R][4];
   UNROLL for (int n = 0; n < 4; n += 2) dot4<B, R>(planes, q, p + 2 * n * stride, stride, loads, ahead, f, n);
@@ -153,7 +153,7 @@ INLINE void score8(const Work& w, const Pass& pass, const Planes<B>& planes, int
     const __m256d c = _mm256_castps_pd(a), d = _mm256_castps_pd(b);
     const __m256 sum = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(c, d)), _mm256_castpd_ps(_mm256_unpackhi_pd(c, d)));
     const __m256 dots = _mm256_mul_ps(_mm256_permutevar8x32_ps(sum, order), _mm256_set1_ps(pass.unit[row + r]));
-    const __m256 old = pass.add ? _mm256_loadu_ps(s + r * TILE) : _mm256_set1_ps(w.shift[row + r]);
+    const __m256 old = pass.shift ? _mm256_set1_ps(pass.shift[row + r]) : _mm256_loadu_ps(s + r * TILE);
     _mm256_storeu_ps(s + r * TILE, _mm256_fmadd_ps(dots, _mm256_loadu_ps(ks), old));
   }
 }
@@ -162,17 +162,17 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, const Pass& pass
   const int64_t places = round_up(w.dk, 32), loads = (w.dk + Width<B>::LANE - 1) / Width<B>::LANE;
   const int16_t* q = pass.q + row * places * 2;
   // while the keys are scored, values come into the cache
-  const int64_t step = row || pass.add ? 0 : (4 * t.v_stride + loads - 1) / loads;
+  const int64_t step = row || !pass.shift ? 0 : (4 * t.v_stride + loads - 1) / loads;
   int i = 0;
   for (; i + 8 <= t.n; i += 8)
-    score8<B, R>(w, pass, planes, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i,
+    score8<B, R>(pass, planes, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i,
                  w.s + row * TILE + i);
   if (i < t.n) {
     alignas(32) uint8_t rest[8 * MAX_CODED_DIM + 32];
     const int64_t bytes = w.key.row_bytes;
     for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
     memset(rest + (t.n - i) * bytes, 0, (8 - t.n + i) * bytes + 32);
-    score8<B, R>(w, pass, planes, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
+    score8<B, R>(pass, planes, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
   }
 }
 

@@ -186,7 +186,7 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
 
 // s of R rows with 16 tokens
 template <int B, int R>
-INLINE void score16(const Work& w, const Pass& pass, const Table<B>& table, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
+INLINE void score16(const Pass& pass, const Table<B>& table, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
                     int64_t loads, Ahead ahead, const float* ks, float* s) {
   constexpr int N = R <= 4 ? 4 : 2;
   __m512 f[R][4];
@@ -198,7 +198,7 @@ INLINE void score16(const Work& w, const Pass& pass, const Table<B>& table, int6
     const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
     const __m512 sum = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
     const __m512 dots = _mm512_mul_ps(sum, _mm512_set1_ps(pass.unit[row + r]));
-    const __m512 old = pass.add ? _mm512_loadu_ps(s + r * TILE) : _mm512_set1_ps(w.shift[row + r]);
+    const __m512 old = pass.shift ? _mm512_set1_ps(pass.shift[row + r]) : _mm512_loadu_ps(s + r * TILE);
     _mm512_storeu_ps(s + r * TILE, _mm512_fmadd_ps(dots, _mm512_loadu_ps(ks), old));
   }
 }
@@ -209,17 +209,17 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, const Pass& pass
   const int16_t* q = pass.q + row * loads * W::CODES * 4;
   // while the keys are scored, values come into the cache
   constexpr int PASSES = R <= 4 ? 1 : 2;
-  const int64_t step = row || pass.add ? 0 : (16 * t.v_stride + loads * PASSES - 1) / (loads * PASSES);
+  const int64_t step = row || !pass.shift ? 0 : (16 * t.v_stride + loads * PASSES - 1) / (loads * PASSES);
   int i = 0;
   for (; i + 16 <= t.n; i += 16)
-    score16<B, R>(w, pass, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i,
+    score16<B, R>(pass, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i,
                   w.s + row * TILE + i);
   if (i < t.n) {
     alignas(64) uint8_t rest[16 * MAX_CODED_DIM + 64];
     const int64_t bytes = w.key.row_bytes;
     for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
     memset(rest + (t.n - i) * bytes, 0, (16 - t.n + i) * bytes + 64);
-    score16<B, R>(w, pass, table, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
+    score16<B, R>(pass, table, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
   }
 }
 

@@ -94,7 +94,7 @@ template <class P> inline void fix_query_rests(Work& w, const P& places) {
 }
 
 INLINE bool adds_nothing(const Pass& pass, int64_t row, int64_t rows) {
-  bool nothing = pass.add;
+  bool nothing = !pass.shift;
   for (int64_t r = row; r < row + rows && nothing; r++) nothing = pass.unit[r] == 0;
   return nothing;
 }

@@ -20,7 +20,7 @@ struct Pass {
   const int16_t* q;                // as q16
   const Codec::Fixed& levels;
   const float* unit;               // of the sums of each row; 0: nothing to add
-  bool add;                        // to s, else to shift
+  const float* shift;              // what they are added to, of each row; null: s
 };
 
 struct Work;
