@@ -26,22 +26,31 @@ INLINE float largest_visible_scale(const Work& w, int64_t r, const Tile& t) {
   return most;
 }
 
-// Rows whose rounding would show in the weights (large scores) are scored in float32. Only what a row sees has a say.
-inline void score(Work& w, const Tile& t, const KeyKernel& keys) {
-  const float most = w.most_error > 0 ? largest_scale(t.ks, int(round_up(t.n, VL))) : 0;
-  if (!(w.most_error * most > SCORE_ERROR)) return keys.scores(w, t);
-  bool coarse[ROWS];
-  int64_t count = 0;
-  for (int64_t r = 0; r < w.rows; r++)
-    count += coarse[r] = w.score_error[r] * most > SCORE_ERROR &&
-                         w.score_error[r] * largest_visible_scale(w, r, t) > SCORE_ERROR;
-  if (count == w.rows) return float_scores(w, t);
-  keys.scores(w, t);
-  if (count) decode_transposed(w.key, t.k, t.k_stride, t.n, w.kt, w.buffer);
-  for (int64_t r = 0, from; count && r < w.rows; r++) {
-    for (from = r; r < w.rows && coarse[r];) r++;
-    score_decoded(w, t, from, r);
+// Adds what rounding to int16 took from the scores of rows where it would show in the weights (large scores): the rest of
+// the query times levels and, if their share alone would show, too, the query times the rest of the levels. (The product of
+// the rests is below float32.) Only what a row sees has a say, and other rows add zeros: a row comes out the same whatever
+// rows share its pass.
+inline void add_rests(Work& w, const Tile& t, const KeyKernel& keys, float most) {
+  float query_unit[ROWS], level_unit[ROWS];
+  bool queries = false, levels = false;
+  for (int64_t r = 0; r < w.rows; r++) {
+    query_unit[r] = level_unit[r] = 0;
+    if (!(w.score_error[r] * most > SCORE_ERROR)) continue;
+    const float seen = largest_visible_scale(w, r, t);
+    if (!(w.score_error[r] * seen > SCORE_ERROR)) continue;
+    if (!w.has_rest) keys.prepare_rest(w), w.has_rest = true;
+    query_unit[r] = w.rest_unit[r], queries = true;
+    if (!(w.level_error[r] * seen > SCORE_ERROR)) continue;
+    level_unit[r] = w.q_unit[r] / w.key.keys.unit * w.key.key_rest.unit, levels = true;
   }
+  if (queries) keys.scores(w, t, {w.q_rest, w.key.keys, query_unit, nullptr});
+  if (levels) keys.scores(w, t, {w.q16, w.key.key_rest, level_unit, nullptr});
+}
+
+inline void score(Work& w, const Tile& t, const KeyKernel& keys) {
+  keys.scores(w, t, {w.q16, w.key.keys, w.q_unit, w.shift});
+  const float most = w.most_error > 0 ? largest_scale(t.ks, int(round_up(t.n, VL))) : 0;
+  if (w.most_error * most > SCORE_ERROR) add_rests(w, t, keys, most);
 }
 
 // Scores that are not finite, of tokens this row sees: they damage the row. Others are hidden later.

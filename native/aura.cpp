@@ -149,6 +149,15 @@ void fix_levels(const float* levels, int count, int low, int high, Codec::Fixed*
     to->level[i] = most > 0 ? int16_t(std::rint(levels[i & (count - 1)] / most * multiple)) : 0;
 }
 
+// What is left of the levels, as int16 no larger than theirs: queries that fit the levels fit these, too.
+void fix_rest(const float* levels, int count, const Codec::Fixed& fixed, Codec::Fixed* to) {
+  double rest[256], most = 0;
+  for (int i = 0; i < 256; i++) rest[i] = fixed.exact ? 0 : levels[i & (count - 1)] - double(fixed.level[i]) * fixed.unit;
+  for (double x : rest) most = std::fmax(most, std::fabs(x));
+  to->unit = float(most / fixed.most), to->most = fixed.most, to->exact = 0;
+  for (int i = 0; i < 256; i++) to->level[i] = most > 0 ? int16_t(std::rint(rest[i] / most * fixed.most)) : 0;
+}
+
 int64_t floats_per_row(int64_t value_dim) { return value_dim + 4; }
 
 }  // namespace
@@ -174,6 +183,7 @@ EXPORT const Codec* aura_codec(const int64_t* numbers, const float* levels, cons
   std::memcpy(c->sign, sign, 4 * c->dim);
   std::memcpy(c->paley, paley, 4 * c->base * c->base);
   fix_levels(c->levels, count, c->bits > 4 ? 24576 : 12288, c->bits > 4 ? 32767 : 16383, &c->keys);
+  fix_rest(c->levels, count, c->keys, &c->key_rest);
   fix_levels(c->levels, count, 10240, 14336, &c->values);
   return c;
 }

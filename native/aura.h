@@ -31,7 +31,7 @@ struct Codec {
     int32_t most;
     int64_t exact;
     int16_t level[256];           // repeats after 2^bits
-  } keys, values;
+  } keys, values, key_rest;       // key_rest: what rounding took from the levels of `keys`, in units of its own
 };
 
 struct Pages {

@@ -32,6 +32,11 @@ template <int B> struct Width {
     for (int i = 0; i < 8; i++) x.w[i] = uint32_t(i % 4 * B % 2 * 4);
     return x;
   }
+  static constexpr Bytes key_order() {  // which code of a lane comes to place i
+    Bytes x{};
+    for (int i = 0; i < LANE; i++) x.b[i] = uint8_t(code(i / 16, i % 16));
+    return x;
+  }
   // LANE codes from a on and LANE from b on, but at 4 bits two in a byte; up to 16 bytes behind them are read
   INLINE __m256i load_lanes(const uint8_t* a, const uint8_t* b) {
     __m256i x = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(a)), load<__m128i>(b), 1);
@@ -97,12 +102,13 @@ template <int B> struct Planes {
   }
 };
 
-template <int B> void prepare_keys(Work& w) {
+template <int B> Places<2, BLOCK_ROWS> key_places(const Work& w) {
   typedef Width<B> W;
-  uint8_t order[W::LANE];
-  for (int i = 0; i < W::LANE; i++) order[i] = uint8_t(W::code(i / 16, i % 16));
-  fix_queries<2, BLOCK_ROWS>(w, order, W::LANE, round_up(w.dk, 32), W::SEGMENT);
+  static constexpr typename W::Bytes order = W::key_order();
+  return {order.b, W::LANE, round_up(w.dk, 32), W::SEGMENT};
 }
+template <int B> void prepare_keys(Work& w) { fix_queries(w, key_places<B>(w)); }
+template <int B> void prepare_rest(Work& w) { fix_query_rests(w, key_places<B>(w)); }
 
 // Sums of R rows with 4 tokens, two in a register, 4 partial sums each
 template <int B, int R>
@@ -136,7 +142,7 @@ INLINE void dot4(const Planes<B>& planes, const int16_t* q, const uint8_t* p, in
 
 // s of R rows with 8 tokens
 template <int B, int R>
-INLINE void score8(const Work& w, const Planes<B>& planes, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
+INLINE void score8(const Pass& pass, const Planes<B>& planes, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
                    int64_t loads, Ahead ahead, const float* ks, float* s) {
   __m256 f[R][4];
   UNROLL for (int n = 0; n < 4; n += 2) dot4<B, R>(planes, q, p + 2 * n * stride, stride, loads, ahead, f, n);
@@ -146,25 +152,27 @@ INLINE void score8(const Work& w, const Planes<B>& planes, int64_t row, const in
     const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(f[r][2], f[r][3]), _mm256_unpackhi_ps(f[r][2], f[r][3]));
     const __m256d c = _mm256_castps_pd(a), d = _mm256_castps_pd(b);
     const __m256 sum = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(c, d)), _mm256_castpd_ps(_mm256_unpackhi_pd(c, d)));
-    const __m256 dots = _mm256_mul_ps(_mm256_permutevar8x32_ps(sum, order), _mm256_set1_ps(w.q_unit[row + r]));
-    _mm256_storeu_ps(s + r * TILE, _mm256_fmadd_ps(dots, _mm256_loadu_ps(ks), _mm256_set1_ps(w.shift[row + r])));
+    const __m256 dots = _mm256_mul_ps(_mm256_permutevar8x32_ps(sum, order), _mm256_set1_ps(pass.unit[row + r]));
+    const __m256 old = pass.shift ? _mm256_set1_ps(pass.shift[row + r]) : _mm256_loadu_ps(s + r * TILE);
+    _mm256_storeu_ps(s + r * TILE, _mm256_fmadd_ps(dots, _mm256_loadu_ps(ks), old));
   }
 }
 
-template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, const Planes<B>& planes) {
+template <int B, int R> void score_rows(Work& w, const Tile& t, const Pass& pass, int64_t row, const Planes<B>& planes) {
   const int64_t places = round_up(w.dk, 32), loads = (w.dk + Width<B>::LANE - 1) / Width<B>::LANE;
-  const int16_t* q = w.q16 + row * places * 2;
+  const int16_t* q = pass.q + row * places * 2;
   // while the keys are scored, values come into the cache
-  const int64_t step = row ? 0 : (4 * t.v_stride + loads - 1) / loads;
+  const int64_t step = row || !pass.shift ? 0 : (4 * t.v_stride + loads - 1) / loads;
   int i = 0;
   for (; i + 8 <= t.n; i += 8)
-    score8<B, R>(w, planes, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i, w.s + row * TILE + i);
+    score8<B, R>(pass, planes, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i,
+                 w.s + row * TILE + i);
   if (i < t.n) {
     alignas(32) uint8_t rest[8 * MAX_CODED_DIM + 32];
     const int64_t bytes = w.key.row_bytes;
     for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
     memset(rest + (t.n - i) * bytes, 0, (8 - t.n + i) * bytes + 32);
-    score8<B, R>(w, planes, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
+    score8<B, R>(pass, planes, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
   }
 }
 
@@ -176,11 +184,12 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, con
     default: call(4);        \
   }
 
-template <int B> void fast_scores(Work& w, const Tile& t) {
-  const Planes<B> planes(w.key.keys);
+template <int B> void fast_scores(Work& w, const Tile& t, const Pass& pass) {
+  const Planes<B> planes(pass.levels);
   for (int64_t row = 0; row < w.rows; row += BLOCK_ROWS) {
     const int64_t rows = w.rows - row;
-#define CALL(R) score_rows<B, R>(w, t, row, planes)
+    if (adds_nothing(pass, row, rows < BLOCK_ROWS ? rows : BLOCK_ROWS)) continue;
+#define CALL(R) score_rows<B, R>(w, t, pass, row, planes)
     EACH_ROW_COUNT(CALL)
 #undef CALL
   }
@@ -259,7 +268,7 @@ template <int B> void fast_finish(Work& w, float* out, int64_t stride) {
 }
 
 const KeyKernel* fast_key(const Codec& c) {
-#define KERNEL(B) case B: { static const KeyKernel k = {prepare_keys<B>, fast_scores<B>}; return Planes<B>::fit(c.keys) ? &k : nullptr; }
+#define KERNEL(B) case B: { static const KeyKernel k = {prepare_keys<B>, prepare_rest<B>, fast_scores<B>}; return Planes<B>::fit(c.keys) && Planes<B>::fit(c.key_rest) ? &k : nullptr; }
   switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
 #undef KERNEL
   return nullptr;

@@ -114,11 +114,13 @@ template <int B> struct Table {
   }
 };
 
-template <int B> void prepare_keys(Work& w) {
+template <int B> Places<4, 8> key_places(const Work& w) {
   typedef Width<B> W;
   static constexpr Bytes order = W::key_order();
-  fix_queries<4, 8>(w, order.b, W::CODES, round_up(w.dk, W::CODES), W::SEGMENT);
+  return {order.b, W::CODES, round_up(w.dk, W::CODES), W::SEGMENT};
 }
+template <int B> void prepare_keys(Work& w) { fix_queries(w, key_places<B>(w)); }
+template <int B> void prepare_rest(Work& w) { fix_query_rests(w, key_places<B>(w)); }
 
 // x with the 8-byte places of MASK, which are neighbours, from p on. Unlike an insertion this runs on any pipe; look-ups and
 // shifts have only two.
@@ -184,7 +186,7 @@ INLINE void dot(const Table<B>& table, const int16_t* q, const uint8_t* p, int64
 
 // s of R rows with 16 tokens
 template <int B, int R>
-INLINE void score16(const Work& w, const Table<B>& table, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
+INLINE void score16(const Pass& pass, const Table<B>& table, int64_t row, const int16_t* q, const uint8_t* p, int64_t stride,
                     int64_t loads, Ahead ahead, const float* ks, float* s) {
   constexpr int N = R <= 4 ? 4 : 2;
   __m512 f[R][4];
@@ -195,27 +197,29 @@ INLINE void score16(const Work& w, const Table<B>& table, int64_t row, const int
     const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(f[r][2], f[r][3]), _mm512_unpackhi_ps(f[r][2], f[r][3]));
     const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
     const __m512 sum = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
-    const __m512 dots = _mm512_mul_ps(sum, _mm512_set1_ps(w.q_unit[row + r]));
-    _mm512_storeu_ps(s + r * TILE, _mm512_fmadd_ps(dots, _mm512_loadu_ps(ks), _mm512_set1_ps(w.shift[row + r])));
+    const __m512 dots = _mm512_mul_ps(sum, _mm512_set1_ps(pass.unit[row + r]));
+    const __m512 old = pass.shift ? _mm512_set1_ps(pass.shift[row + r]) : _mm512_loadu_ps(s + r * TILE);
+    _mm512_storeu_ps(s + r * TILE, _mm512_fmadd_ps(dots, _mm512_loadu_ps(ks), old));
   }
 }
 
-template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, const Table<B>& table) {
+template <int B, int R> void score_rows(Work& w, const Tile& t, const Pass& pass, int64_t row, const Table<B>& table) {
   typedef Width<B> W;
   const int64_t loads = (w.dk + W::CODES - 1) / W::CODES;
-  const int16_t* q = w.q16 + row * loads * W::CODES * 4;
+  const int16_t* q = pass.q + row * loads * W::CODES * 4;
   // while the keys are scored, values come into the cache
   constexpr int PASSES = R <= 4 ? 1 : 2;
-  const int64_t step = row ? 0 : (16 * t.v_stride + loads * PASSES - 1) / (loads * PASSES);
+  const int64_t step = row || !pass.shift ? 0 : (16 * t.v_stride + loads * PASSES - 1) / (loads * PASSES);
   int i = 0;
   for (; i + 16 <= t.n; i += 16)
-    score16<B, R>(w, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i, w.s + row * TILE + i);
+    score16<B, R>(pass, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i,
+                  w.s + row * TILE + i);
   if (i < t.n) {
     alignas(64) uint8_t rest[16 * MAX_CODED_DIM + 64];
     const int64_t bytes = w.key.row_bytes;
     for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
     memset(rest + (t.n - i) * bytes, 0, (16 - t.n + i) * bytes + 64);
-    score16<B, R>(w, table, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
+    score16<B, R>(pass, table, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
   }
 }
 
@@ -231,11 +235,12 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, int64_t row, con
     default: call(8);        \
   }
 
-template <int B> void fast_scores(Work& w, const Tile& t) {
-  const Table<B> table(w.key.keys);
+template <int B> void fast_scores(Work& w, const Tile& t, const Pass& pass) {
+  const Table<B> table(pass.levels);
   for (int64_t row = 0; row < w.rows; row += 8) {
     const int64_t rows = w.rows - row;
-#define CALL(R) score_rows<B, R>(w, t, row, table)
+    if (adds_nothing(pass, row, rows < 8 ? rows : 8)) continue;
+#define CALL(R) score_rows<B, R>(w, t, pass, row, table)
     EACH_ROW_COUNT(CALL)
 #undef CALL
   }
@@ -383,7 +388,7 @@ template <int B> void fast_finish(Work& w, float* out, int64_t stride) {
 }
 
 const KeyKernel* fast_key(const Codec& c) {
-#define KERNEL(B) case B: { static const KeyKernel k = {prepare_keys<B>, fast_scores<B>}; return &k; }
+#define KERNEL(B) case B: { static const KeyKernel k = {prepare_keys<B>, prepare_rest<B>, fast_scores<B>}; return &k; }
   switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
 #undef KERNEL
   return nullptr;

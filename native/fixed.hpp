@@ -18,49 +18,85 @@ INLINE void store_int16(int16_t* to, vf x) {  // rounded
 #endif
 }
 
-// Place i of a query gets coordinate order[i % codes] of its codes. Within `segment` places, those with equal (i % 8) / 2
-// are added up in one int32. A block of up to BLOCK rows is [places / 8][rows of the block][COPIES][8]: instructions that
-// repeat 16 bytes of memory cost more than the memory.
-template <int COPIES, int BLOCK>
-inline void fix_queries(Work& w, const uint8_t* order, int64_t codes, int64_t places, int64_t segment) {
-  const Codec::Fixed& fixed = w.key.keys;
-  const float room = INT_LIMIT / float(fixed.most) - float(segment < places ? segment : places) / 8 - 2;
-  alignas(64) float x[MAX_CODED_DIM];
-  alignas(64) int16_t y[MAX_CODED_DIM];
-  w.most_error = 0;
-  for (int64_t r = 0; r < w.rows; r++) {
-    const float* q = w.q + r * w.k_pad;  // zeros beyond dim
-    for (int64_t i = 0; i < places; i += codes)
+// How a query lies in memory: place i has coordinate order[i % codes] of its codes. Within `segment` places, those with
+// equal (i % 8) / 2 are added up in one int32. A block of up to BLOCK rows is [places / 8][rows of the block][COPIES][8]:
+// instructions that repeat 16 bytes of memory cost more than the memory.
+template <int COPIES, int BLOCK> struct Places {
+  const uint8_t* order;
+  int64_t codes, count, segment;
+
+  void arrange(const float* q, float* x) const {
+    for (int64_t i = 0; i < count; i += codes)
       for (int64_t j = 0; j < codes; j++) x[i + j] = q[i + order[j]];
-    vf most = {}, check = {}, squares = {};
+  }
+  // The largest factor that keeps all places in int16 and all sums in int32; 0 for zeros.
+  float factor(const float* x, int32_t most_level) const {
+    const float room = INT_LIMIT / float(most_level) - float(segment < count ? segment : count) / 8 - 2;
     float sum = 0;
-    for (int64_t from = 0; from < places; from += segment) {
-      const int64_t to = places - from < segment ? places : from + segment;
+    for (int64_t from = 0; from < count; from += segment) {
+      const int64_t to = count - from < segment ? count : from + segment;
       alignas(64) float part[16] = {};
       for (int64_t i = from; i < to; i += 8)
         for (int j = 0; j < 8; j++) part[j] += fabsf(x[i + j]);
       for (int j = 0; j < 8; j += 2) sum = part[j] + part[j + 1] > sum ? part[j] + part[j + 1] : sum;
     }
-    for (int64_t i = 0; i < places; i += VL) {
-      const vf v = load<vf>(x + i);
-      most = vmax(vabs(v), most), check += v * 0.f, squares += v * v;
-    }
-    const float peak = largest(most);
-    float factor = sum > 0 ? room / sum : 0;
-    if (peak > 0 && 32766.f / peak < factor) factor = 32766.f / peak;
-    if (!all_finite(check) || !(factor < 3e38f)) factor = 0;
-    w.q_unit[r] = !all_finite(check) ? NAN : factor > 0 ? fixed.unit / factor : 0;
-    for (int64_t i = 0; i < places; i += VL) store_int16(y + i, load<vf>(x + i) * factor);
-    const int64_t block = r / BLOCK * BLOCK, rows = w.rows - block < BLOCK ? w.rows - block : BLOCK;
-    int16_t* to = w.q16 + (block * places + (r - block) * 8) * COPIES;
-    for (int64_t i = 0; i < places; i += 8)
-      for (int c = 0; c < COPIES; c++) memcpy(to + i * rows * COPIES + 8 * c, y + i, 16);
-    // rounding errors are evenly distributed: 1/√12 of a unit, of the levels and of the query
-    const float levels = fixed.exact ? 0 : fixed.unit * fixed.unit * ::sum(squares);
-    const float queries = factor > 0 ? float(w.dk) / (factor * factor) : 0;
-    const float error = sqrtf((levels + queries) / 12);
-    w.score_error[r] = error, w.most_error = error > w.most_error ? error : w.most_error;
+    vf most = {};
+    for (int64_t i = 0; i < count; i += VL) most = vmax(vabs(load<vf>(x + i)), most);
+    const float peak = largest(most), factor = sum > 0 ? room / sum : 0;
+    return peak > 0 && 32766.f / peak < factor ? 32766.f / peak : factor;
   }
+  // x · factor as row r; y are its places
+  void put(const Work& w, int64_t r, const float* x, float factor, int16_t* y, int16_t* q16) const {
+    for (int64_t i = 0; i < count; i += VL) store_int16(y + i, load<vf>(x + i) * factor);
+    const int64_t block = r / BLOCK * BLOCK, rows = w.rows - block < BLOCK ? w.rows - block : BLOCK;
+    int16_t* to = q16 + (block * count + (r - block) * 8) * COPIES;
+    for (int64_t i = 0; i < count; i += 8)
+      for (int c = 0; c < COPIES; c++) memcpy(to + i * rows * COPIES + 8 * c, y + i, 16);
+  }
+};
+
+template <class P> inline void fix_queries(Work& w, const P& places) {
+  const Codec::Fixed &fixed = w.key.keys, &rest = w.key.key_rest;
+  alignas(64) float x[MAX_CODED_DIM];
+  alignas(64) int16_t y[MAX_CODED_DIM];
+  w.most_error = 0;
+  for (int64_t r = 0; r < w.rows; r++) {
+    places.arrange(w.q + r * w.k_pad, x);  // zeros beyond dim
+    vf check = {}, squares = {};
+    for (int64_t i = 0; i < places.count; i += VL) {
+      const vf v = load<vf>(x + i);
+      check += v * 0.f, squares += v * v;
+    }
+    float factor = places.factor(x, fixed.most);
+    if (!all_finite(check) || !(factor < 3e38f)) factor = 0;
+    w.q_factor[r] = factor, w.q_unit[r] = !all_finite(check) ? NAN : factor > 0 ? fixed.unit / factor : 0;
+    places.put(w, r, x, factor, y, w.q16);
+    // rounding errors are evenly distributed: 1/√3 of the largest, of the levels and of the query
+    const float level = float(rest.most) * rest.unit, place = factor > 0 ? 0.5f / factor : 0;
+    const float levels = level * level * sum(squares) / 3, queries = place * place * float(w.dk) / 3;
+    const float error = sqrtf(levels + queries);
+    w.level_error[r] = sqrtf(levels), w.score_error[r] = error, w.most_error = error > w.most_error ? error : w.most_error;
+  }
+}
+
+// What rounding took from the queries, as q_rest. Only large scores need it.
+template <class P> inline void fix_query_rests(Work& w, const P& places) {
+  alignas(64) float x[MAX_CODED_DIM];
+  alignas(64) int16_t y[MAX_CODED_DIM];
+  for (int64_t r = 0; r < w.rows; r++) {
+    places.arrange(w.q + r * w.k_pad, x);
+    for (int64_t i = 0; i < places.count; i += VL) store_int16(y + i, load<vf>(x + i) * w.q_factor[r]);
+    for (int64_t i = 0; i < places.count; i++) x[i] = fmaf(x[i], w.q_factor[r], -float(y[i]));  // exact
+    const float factor = w.q_factor[r] > 0 ? places.factor(x, w.key.keys.most) : 0;
+    w.rest_unit[r] = factor > 0 ? w.q_unit[r] / factor : 0;
+    places.put(w, r, x, factor, y, w.q_rest);
+  }
+}
+
+INLINE bool adds_nothing(const Pass& pass, int64_t row, int64_t rows) {
+  bool nothing = !pass.shift;
+  for (int64_t r = row; r < row + rows && nothing; r++) nothing = pass.unit[r] == 0;
+  return nothing;
 }
 
 #if defined(__AVX2__)

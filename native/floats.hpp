@@ -85,23 +85,19 @@ template <int R> INLINE void score_block(const float* q, int64_t stride, const f
     for (int i = 0; i < 2; i++) store(s + r * TILE + i * VL, total[r][i] * load<vf>(ks + i * VL) + shift[r]);
 }
 
-inline void score_decoded(Work& w, const Tile& t, int64_t from, int64_t to) {  // rows [from, to)
+inline void float_scores(Work& w, const Tile& t, const Pass&) {
+  decode_transposed(w.key, t.k, t.k_stride, t.n, w.kt, w.buffer);
   for (int i = 0; i < t.n; i += 2 * VL) {
-    int64_t r = from;
-    for (; r + 4 <= to; r += 4)
+    int64_t r = 0;
+    for (; r + 4 <= w.rows; r += 4)
       score_block<4>(w.q + r * w.k_pad, w.k_pad, w.kt + i, w.dk, t.ks + i, w.shift + r, w.s + r * TILE + i);
-    for (; r < to; r++)
+    for (; r < w.rows; r++)
       score_block<1>(w.q + r * w.k_pad, w.k_pad, w.kt + i, w.dk, t.ks + i, w.shift + r, w.s + r * TILE + i);
   }
 }
 
-inline void float_scores(Work& w, const Tile& t) {
-  decode_transposed(w.key, t.k, t.k_stride, t.n, w.kt, w.buffer);
-  score_decoded(w, t, 0, w.rows);
-}
-
 // The same with products and sums in double: a score of 200 with 24 bits would be off by 1e-5.
-inline void double_scores(Work& w, const Tile& t) {
+inline void double_scores(Work& w, const Tile& t, const Pass&) {
   typedef double vd __attribute__((vector_size(8 * VL)));
   decode_transposed(w.key, t.k, t.k_stride, t.n, w.kt, w.buffer);
   alignas(64) double s[TILE];
@@ -164,7 +160,7 @@ inline void float_finish(Work& w, float* out, int64_t stride) {
   for (int64_t r = 0; r < w.rows; r++) memcpy(out + r * stride, w.acc + r * w.v_pad, 4 * w.dv);
 }
 
-const KeyKernel float_keys = {[](Work&) {}, float_scores}, double_keys = {[](Work&) {}, double_scores};
+const KeyKernel float_keys = {[](Work&) {}, nullptr, float_scores}, double_keys = {[](Work&) {}, nullptr, double_scores};
 const ValueKernel float_values = {load_values, nullptr, float_accumulate, float_finish};
 
 }  // namespace

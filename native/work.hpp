@@ -15,10 +15,19 @@ struct Tile {
   alignas(64) float ks[TILE], vs[TILE];  // scales (1 at 16 bits); NaN marks a damaged vector
 };
 
+// One way over the keys of a tile in int16. Scores are one pass; large ones are more, which add what rounding took away.
+struct Pass {
+  const int16_t* q;                // as q16
+  const Codec::Fixed& levels;
+  const float* unit;               // of the sums of each row; 0: nothing to add
+  const float* shift;              // what they are added to, of each row; null: s
+};
+
 struct Work;
 struct KeyKernel {
-  void (*prepare)(Work&);                // from q
-  void (*scores)(Work&, const Tile&);    // s[row][t] = q·k · ks[t] + shift[row] − base[row]
+  void (*prepare)(Work&);                           // from q
+  void (*prepare_rest)(Work&);                      // q_rest; null: there is only one pass
+  void (*scores)(Work&, const Tile&, const Pass&);  // s[row][t] = q·k · ks[t] + shift[row] − base[row]
 };
 struct ValueKernel {
   void (*load)(Work&, Tile&);            // before the softmax: may find damaged vectors; null: nothing to do
@@ -35,16 +44,19 @@ struct Work {
   float *q, *s, *acc, *kt, *values, *buffer;
   // [rows][k_pad], [rows][TILE], [rows][v_pad], [k_pad][TILE], [TILE][v_pad], [16][k_pad]
   double* q64;                       // [rows][k_pad], for exact scores
-  int16_t *q16, *w16;                // 4 copies of [rows][k_pad], and [rows][TILE], for kernels with int16 arithmetic
+  int16_t *q16, *q_rest, *w16;       // 4 copies of [rows][k_pad], twice, and [rows][TILE], for kernels with int16 arithmetic
   uint8_t *stage_k, *stage_v;
   alignas(64) vf sums[ROWS];
   float base[ROWS];  // 0, or close to the largest score so far: what is left of large scores has more digits
   double shift64[ROWS];
-  float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS], q_unit[ROWS];
+  float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS];
+  float q_factor[ROWS], q_unit[ROWS], rest_unit[ROWS];  // q16 is q · factor; units of sums of q16 and q_rest with levels
   float w_unit[ROWS], w_most[ROWS], w_sum[ROWS];  // of the weights of a tile: factor, largest, sum of magnitudes
   bool weights_fixed = false;  // w16 and w_unit hold the weights of this tile
   int64_t plain_from, plain_to;  // positions that all rows see and that need nothing but a softmax
-  float score_error[ROWS], most_error = 0;  // expected rounding error of a score of a key of scale 1, in int16 arithmetic
+  bool has_rest = false;       // q_rest and rest_unit are there
+  // Expected rounding error of a score of a key of scale 1, in int16 arithmetic, and the share of the levels in it
+  float score_error[ROWS], level_error[ROWS], most_error = 0;
   int64_t position[ROWS];
   bool bad_score[ROWS], bad_value[ROWS];
 
@@ -62,6 +74,7 @@ struct Work {
     buffer = m.take<float>(16 * k_pad);
     q64 = m.take<double>(exact_scores() ? rows * k_pad : 0);
     q16 = m.take<int16_t>(rows * k_pad * 4);
+    q_rest = m.take<int16_t>(rows * k_pad * 4);
     w16 = m.take<int16_t>(round_up(rows, 8) * TILE);
     stage_k = m.take<uint8_t>(TILE * key.row_bytes + 64);
     stage_v = m.take<uint8_t>(TILE * value.row_bytes + 64);

@@ -165,7 +165,7 @@ def check(seed: int, backend: str) -> None:
     if rng.random() < 0.5:
         queries = [min(1, n) for n in queries]
     dtype, bounds = rng.choice(DTYPES), starts_of(queries)
-    q = (strided(rng, bounds[-1], pages.kv_heads * group, dim) * rng.choice((0.1, 1, 3))).to(dtype)
+    q = (strided(rng, bounds[-1], pages.kv_heads * group, dim) * rng.choice((0.1, 1, 3, 30))).to(dtype)
     if bounds[-1] and rng.random() < 0.05:
         q[rng.randrange(bounds[-1]), 0, 0] = rng.choice((float("nan"), float("inf")))
     scoring = random_scoring(rng, pages)

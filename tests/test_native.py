@@ -87,6 +87,23 @@ def test_accuracy_in_the_worst_case(name, bits):
         assert relative_error(q, pages, kv.Scoring(scale=scale), name, "exact") <= 1e-5
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("table", [None, "lloyd-max"])
+@pytest.mark.parametrize("bits", BITS)
+def test_accuracy_of_large_scores(name, bits, table):
+    """What int16 cannot hold of queries and levels is added where it counts: scores are as good as in float32."""
+    torch.manual_seed(bits)
+    options = {"table": table} if table else {}
+    format = kv.Format(kv.Codec.key(128, bits, **options), kv.Codec.value(128, 16, dtype=torch.float32))
+    cache = kv.KVCache.contiguous(format, 1, 2, capacity=2000)
+    k, v = torch.randn(2, 2000, 2, 128)
+    cache.append(k * torch.exp(torch.randn(2000, 2, 1) / 4), v, [0, 2000])
+    for deviation, bound in ((8, 3e-4), (40, 3e-5), (150, 3e-5)):
+        for heads in (6, 8, 22):
+            q = torch.randn(1, heads, 128) * deviation
+            assert relative_error(q, cache.pages, kv.Scoring(), name, "fast") <= bound
+
+
 SCORINGS = {
     "plain": kv.Scoring(),
     "window": kv.Scoring(window=90),
