@@ -11,22 +11,20 @@ from torch import Tensor
 
 from . import backends, checks, ops
 from .arguments import instance, whole
+from .balance import balanced, balanced_keys
 from .checks import Starts
 from .codec import Codec, Codes, Format
 from .errors import InputError
 from .exact import Exact
 from .pages import Pages
-from .partial import Partial, join, merge
+from .partial import Partial, in_dtype, join, merge
 from .pool import PagePool
 from .scoring import Scoring, exact_scoring
 from .steps import (
     Call,
     Prepared,
-    balanced,
-    balanced_keys,
     check_queries,
     check_step,
-    in_dtype,
     in_pieces,
     longest,
     own_scoring,

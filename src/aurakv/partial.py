@@ -58,3 +58,7 @@ def sink(logits: Tensor, like: Partial) -> Partial:
     if logits.shape != like.lse.shape[-1:]:
         raise InputError(f"sink logits need shape [{like.lse.shape[-1]}] (query heads), got {list(logits.shape)}")
     return Partial(torch.zeros_like(like.out), logits.to(like.lse).expand_as(like.lse))
+
+
+def in_dtype(part: Partial, dtype: torch.dtype) -> Partial:
+    return Partial(part.out.to(dtype), part.lse)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..balance import balanced_keys
 from ..cache import KVCache
 from ..calibrate import ENOUGH, Check, Turns, measured
 from ..codec import Codec, Format
@@ -28,7 +29,6 @@ from ..exact import Exact
 from ..ops import decode, encode
 from ..policy import LayerPolicy
 from ..scoring import Scoring
-from ..steps import balanced_keys
 from .beginning import Beginning
 from .columns import Columns
 from .handles import Handle, Step

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..balance import balanced_keys, balanced_queries
 from ..codec import Format
 from ..errors import InputError
 from ..pages import Pages
 from ..policy import LayerPolicy
 from ..scoring import Scoring
-from ..steps import balanced_keys, balanced_queries
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
 

@@ -141,24 +141,18 @@ def rotate_rows(x, p_matrix, lane, where, SIDE: tl.constexpr):
 
 
 @triton.jit
-def sum_of_four(x):
-    """Over the lanes of a row."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .f32 t;
-shfl.sync.bfly.b32 t, $1, 1, 31, 0xffffffff;
-add.rn.f32 $0, $1, t;
-shfl.sync.bfly.b32 t, $0, 2, 31, 0xffffffff;
-add.rn.f32 $0, $0, t; }""", "=&f,f", [x], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+def over_four(x, ASM: tl.constexpr):
+    """Over the lanes of a row, see `fold_asm`."""
+    return tl.inline_asm_elementwise(ASM, "=&f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit
-def peak_of_four(x):
-    return tl.inline_asm_elementwise(
-        """{ .reg .f32 t;
+@triton.constexpr_function
+def fold_asm(op):
+    return f"""{{ .reg .f32 t;
 shfl.sync.bfly.b32 t, $1, 1, 31, 0xffffffff;
-max.NaN.f32 $0, $1, t;
+{op} $0, $1, t;
 shfl.sync.bfly.b32 t, $0, 2, 31, 0xffffffff;
-max.NaN.f32 $0, $0, t; }""", "=&f,f", [x], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+{op} $0, $0, t; }}"""
 
 
 @triton.jit
@@ -181,12 +175,14 @@ def in_range(y, SIDE: tl.constexpr):
     """Rotated coordinates times powers of two that keep squares in range, the sums of those, and the inverses of the
     powers: 0 for a vector of zeros, NaN for one that is not finite."""
     N: tl.constexpr = SIDE.dim // 4
+    PEAK: tl.constexpr = fold_asm("max.NaN.f32")
+    SUM: tl.constexpr = fold_asm("add.rn.f32")
     scaled, powers, units = (), (), ()
     for row in tl.static_range(2):
         peak = tl.full([32], 0.0, tl.float32)
         for i in tl.static_range(N):
             peak = tl.maximum(peak, tl.abs(y[row * N + i]), propagate_nan=tl.PropagateNan.ALL)
-        peak = peak_of_four(peak)
+        peak = over_four(peak, PEAK)
         exponent = peak.to(tl.int32, bitcast=True) & 0x7F800000
         exponent = tl.minimum(tl.maximum(exponent, 0x00800000), 0x7E800000)
         unit = exponent.to(tl.float32, bitcast=True)
@@ -196,7 +192,7 @@ def in_range(y, SIDE: tl.constexpr):
             z = y[row * N + i] * factor
             total += z * z
             scaled = scaled + (z,)  # noqa: RUF005
-        total = sum_of_four(total)
+        total = over_four(total, SUM)
         units = units + (tl.where(total < float("inf"), tl.where(total > 0, unit, 0.0), float("nan")),)  # noqa: RUF005
         powers = powers + (tl.where(total > 0, total, 1.0),)  # noqa: RUF005
     return scaled, powers, units

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from ...balance import balanced_queries
 from ...pages import Pages
-from ...partial import Partial, join
+from ...partial import Partial, in_dtype, join
 from ...scoring import Scoring, exact_scoring
 from . import attention, store
 
@@ -48,12 +49,12 @@ def prepare(
         store.append(pages, k, v, starts, factors)
         if beside is not None and beside_too:
             store.append(beside, k, v, starts, factors)
-        x = q if factors is None else (q.unflatten(1, (pages.kv_heads, -1)) / factors[:, None]).flatten(1, 2)
+        x = balanced_queries(q, factors)
         part = attention.attend(x, pages, starts, pages.lengths, scoring, sink_logits, splits, precision, None)
         if beside is not None:
             raw = exact_scoring(scoring)  # sinks count once
             part = join(part, attention.attend(x, beside, starts, pages.lengths, raw, None, splits, precision, None))
-        return Partial(part.out.to(q.dtype), part.lse)
+        return in_dtype(part, q.dtype)
 
     if not fused:
         return in_pieces
