@@ -103,6 +103,21 @@ def test_all_storages_give_the_same_numbers():
 
 
 @pytest.mark.parametrize("kind", STORAGES)
+def test_a_single_sequence_owns_all_rows(kind):
+    """`starts` says nothing new then: prompts, drafts and tokens without it are those with it."""
+    plain, told = make(kind, 1), make(kind, 1)
+    with torch.no_grad():
+        for n in (7, 1, 3, 3, 3, 1, 1, 0, 3):
+            q, (k, v) = rand(n, 4, 64, seed=n), tokens(n, seed=n)
+            got, wanted = plain.step(q, k, v), told.step(q, k, v, [0, n])
+            assert torch.equal(got.out, wanted.out)
+            assert torch.equal(got.lse, wanted.lse)
+    plain.append(*tokens(5, seed=5))
+    told.append(*tokens(5, seed=5), [0, 5])
+    assert same(held(plain, 0), held(told, 0))
+
+
+@pytest.mark.parametrize("kind", STORAGES)
 def test_fork_shares_until_written(kind):
     cache = make(kind)
     cache.append(*tokens(60), [0, 60, 60, 60])

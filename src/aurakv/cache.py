@@ -186,7 +186,9 @@ class KVCache:
     # append and attend
 
     def append(self, k: Tensor, v: Tensor, starts: Starts = None) -> None:
-        """Add tokens [tokens, kv_heads, dim]: sequence i gets rows starts[i]:starts[i+1], one each without starts."""
+        """Add tokens [tokens, kv_heads, dim]: sequence i gets rows starts[i]:starts[i+1].
+
+        Without starts each gets one, a single sequence all of them."""
         checks.new_tokens(k, v, self.pages)
         bounds = self._bounds(starts, k.shape[0])
         self._refresh()
@@ -256,7 +258,7 @@ class KVCache:
         self._make_room(bounds)
         kept = self._table.kept
         if kept is None or longest(bounds) <= kept.chunk:
-            return self._step(q, k, v, bounds, call, kind)
+            return self._step(q, k, v, bounds, call, kind if k.shape[0] == self.seqs else None)
         return in_pieces(lambda q, k, v, piece: self._step(q, k, v, piece, call), q, k, v, bounds, kept.chunk)
 
     # change what is there

@@ -105,7 +105,7 @@ def logits(sink_logits: Tensor | None, heads: int, device: torch.device) -> None
 
 
 def starts(name: str, given: Starts, seqs: int, tokens: int, device: torch.device) -> Tensor:
-    """Row boundaries [seqs + 1] as int32 on the device: from a list or tensor, or one token per sequence if None.
+    """Row boundaries [seqs + 1] as int32 on the device: from a list or tensor; if None, as `bounds` has them.
 
     A tensor that already is on a GPU is not read here: kernels stay in bounds whatever it holds.
     """
@@ -124,8 +124,11 @@ def starts(name: str, given: Starts, seqs: int, tokens: int, device: torch.devic
 
 
 def bounds(name: str, given: Starts, seqs: int, tokens: int) -> list[int]:
-    """Row boundaries on the host: rising from 0 to the number of tokens; one token per sequence if None."""
+    """Row boundaries on the host: rising from 0 to the number of tokens. If None, one token per sequence, or all of
+    them for a single one."""
     if given is None:
+        if seqs == 1:
+            return [0, tokens]
         if tokens != seqs:
             raise InputError(
                 f"{tokens} tokens for {seqs} sequences need {name}: sequence i owns rows {name}[i]:{name}[i+1]"

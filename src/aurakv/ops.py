@@ -111,8 +111,9 @@ def values(
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts = None, *, backend: str | None = None) -> None:
     """Write tokens [tokens, kv_heads, dim] behind their sequences and advance `pages.lengths`.
 
-    Sequence i owns rows starts[i]:starts[i+1]; without starts each sequence gets one token. A sequence whose tokens do
-    not fit its pages stays as it is and `pages.overflow` is set: caches make room first, captured graphs look after.
+    Sequence i owns rows starts[i]:starts[i+1]; without starts each has one, a single sequence all of them. A sequence
+    whose tokens do not fit its pages stays as it is and `pages.overflow` is set: caches make room first, captured graphs
+    look after.
     Pages shared by forks are written as they are: `KVCache.append` and `KVCache.reserve` give each sequence its own.
     """
     if torch.compiler.is_compiling():
@@ -151,8 +152,9 @@ def attend(
     """Attention of queries [tokens, heads, key dim] over the stored tokens of their sequences.
 
     Sequence i owns rows starts[i]:starts[i+1], and these are its last tokens: the last one is at position ends[i] − 1,
-    by default the last stored token. Without starts each sequence has one query. `splits` sets into how many parts a
-    sequence is cut for parallel work; `precision="exact"` asks for float32 accuracy where the default is coarser.
+    by default the last stored token. Without starts each has one, a single sequence all of them. `splits` sets into how
+    many parts a sequence is cut for parallel work; `precision="exact"` asks for float32 accuracy where the default is
+    coarser.
     """
     if torch.compiler.is_compiling():
         from . import library

@@ -206,7 +206,9 @@ class ShardedCache:
     # append and attend
 
     def append(self, k: Tensor, v: Tensor, starts: Starts = None) -> None:
-        """Add tokens [tokens, kv_heads, dim]: sequence i gets rows starts[i]:starts[i+1], one each without starts."""
+        """Add tokens [tokens, kv_heads, dim]: sequence i gets rows starts[i]:starts[i+1].
+
+        Without starts each gets one, a single sequence all of them."""
         checks.new_tokens(k, v, self.local.pages)
         bounds = self._bounds(starts, k.shape[0])
         self._make_room([b - a for a, b in itertools.pairwise(bounds)])
