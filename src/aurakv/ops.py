@@ -112,9 +112,9 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts = None, *, backend
     """Write tokens [tokens, kv_heads, dim] behind their sequences and advance `pages.lengths`.
 
     Sequence i owns rows starts[i]:starts[i+1]; without starts each has one, a single sequence all of them. A sequence
-    whose tokens do not fit its pages stays as it is and `pages.overflow` is set: caches make room first, captured graphs
-    look after.
-    Pages shared by forks are written as they are: `KVCache.append` and `KVCache.reserve` give each sequence its own.
+    whose tokens do not fit its pages stays as it is and `pages.overflow` is set: caches make room first, captured
+    graphs look after. Pages shared by forks are written as they are: `KVCache.append` and `KVCache.reserve` give
+    each sequence its own.
     """
     if torch.compiler.is_compiling():
         from . import library
