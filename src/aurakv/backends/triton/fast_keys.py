@@ -1,6 +1,6 @@
 """Scores of a tile: queries rotated and split in two parts, times the levels of keys.
 
-2 to 4 bits: queries as two int8 parts of 15 bits, levels as int8. 8 bits: queries as two float16 parts, levels as sums
+2 to 4 bits: queries as two int8 parts of 16 bits, levels as int8. 8 bits: queries as two float16 parts, levels as sums
 of two float16 numbers. The coordinates of a row are in the order in which lanes hold the codes; queries follow.
 """
 
