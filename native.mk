@@ -1,7 +1,8 @@
 # The native CPU backend: build in place, sanitizers, fuzz, benchmark. Included by the Makefile.
-.PHONY: native sanitize sanitize-full fuzz-native bench-cpu
+.PHONY: native sanitize sanitize-full fuzz-native test-arm bench-cpu
 
-NATIVE_PYTEST := tests/test_conformance.py --backend native-avx512 --backend native-avx2 --backend native-generic
+NATIVE_KINDS := $(if $(filter aarch64 arm64,$(shell uname -m)),native-neon,native-avx512 native-avx2) native-generic
+NATIVE_PYTEST := tests/test_conformance.py $(NATIVE_KINDS:%=--backend %)
 SANITIZE_ENV = PYTHONPATH=build/sanitized LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
@@ -25,7 +26,10 @@ sanitize-full: build/sanitized  # the covering set, too
 	$(SANITIZE_ENV) $(BIN)/python -m pytest -q -p no:cacheprovider $(NATIVE_PYTEST) -k "test_case or covering"
 
 fuzz-native: $(VENV)/.test
-	$(BIN)/python tests/native_fuzz.py 7000 native-avx512 native-avx2 native-generic
+	$(BIN)/python tests/native_fuzz.py 7000 $(NATIVE_KINDS)
+
+test-arm:  # emulated
+	bash tests/arm.sh
 
 bench-cpu: $(VENV)/.core
 	$(BIN)/python benchmarks/cpu.py --json build/cpu.json

@@ -2,6 +2,7 @@
 // lets the chosen instruction set compute them. Results do not depend on the number of threads.
 #include "aura.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -17,6 +18,8 @@ namespace {
 const Isa* const ISAS[] = {
 #if defined(__x86_64__)
     &isa_avx512, &isa_avx2,
+#elif defined(__aarch64__)
+    &isa_neon,
 #endif
     &isa_generic};
 constexpr int ISA_COUNT = sizeof ISAS / sizeof *ISAS;
@@ -129,14 +132,14 @@ Plan plan(const Attend& a, const Attend& beside) {
 
 // A table on a grid becomes exact with small numbers, which leaves most room to queries and weights; others get the
 // multiple from low to high that rounds best.
-void fix_levels(const float* levels, int count, int low, int high, Codec::Fixed* to) {
+void fix_levels(const float* levels, int count, int low, int high, Codec::Fixed* to) {  // fmax here breaks GCC 12 for ARM
   double most = 0, best = 1e9;
-  for (int i = 0; i < count; i++) most = std::fmax(most, std::fabs(levels[i]));
+  for (int i = 0; i < count; i++) most = std::max(most, double(std::fabs(levels[i])));
   auto error = [&](int m) {
     double worst = 0;
     for (int i = 0; i < count && worst < best; i++) {
       const double x = levels[i] / most * m;
-      worst = std::fmax(worst, std::fabs(x - std::rint(x)) / m);
+      worst = std::max(worst, std::fabs(x - std::rint(x)) / m);
     }
     return worst;
   };
@@ -153,7 +156,7 @@ void fix_levels(const float* levels, int count, int low, int high, Codec::Fixed*
 void fix_rest(const float* levels, int count, const Codec::Fixed& fixed, Codec::Fixed* to) {
   double rest[256], most = 0;
   for (int i = 0; i < 256; i++) rest[i] = fixed.exact ? 0 : levels[i & (count - 1)] - double(fixed.level[i]) * fixed.unit;
-  for (double x : rest) most = std::fmax(most, std::fabs(x));
+  for (double x : rest) most = std::max(most, std::fabs(x));
   to->unit = float(most / fixed.most), to->most = fixed.most, to->exact = 0;
   for (int i = 0; i < 256; i++) to->level[i] = most > 0 ? int16_t(std::rint(rest[i] / most * fixed.most)) : 0;
 }

@@ -165,6 +165,8 @@ struct Isa {
 extern const Isa isa_generic;
 #if defined(__x86_64__)
 extern const Isa isa_avx2, isa_avx512;
+#elif defined(__aarch64__)
+extern const Isa isa_neon;
 #endif
 
 // What a query at a position sees, or the hull of what several see: at most 4 ascending spans below `length`.

@@ -13,15 +13,15 @@ INLINE void store_int16(int16_t* to, vf x) {  // rounded
 #elif defined(__AVX2__)
   const __m256i y = _mm256_cvtps_epi32((__m256)x);
   store(to, _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
-#else
-  for (int i = 0; i < VL; i++) to[i] = int16_t(lrintf(x[i]));
+#else  // NEON
+  vst1_s16(to, vqmovn_s32(vcvtnq_s32_f32((float32x4_t)x)));
 #endif
 }
 
-// How a query lies in memory: place i has coordinate order[i % codes] of its codes. Within `segment` places, those with
-// equal (i % 8) / 2 are added up in one int32. A block of up to BLOCK rows is [places / 8][rows of the block][COPIES][8]:
+// How a query lies in memory: place i has coordinate order[i % codes] of its codes. Within `segment` places, those with equal
+// i % 8 and those APART from them are added up in one int32. A block of up to BLOCK rows is [places / 8][rows of the block][COPIES][8]:
 // instructions that repeat 16 bytes of memory cost more than the memory.
-template <int COPIES, int BLOCK> struct Places {
+template <int COPIES, int BLOCK, int APART = 1> struct Places {
   const uint8_t* order;
   int64_t codes, count, segment;
 
@@ -38,7 +38,8 @@ template <int COPIES, int BLOCK> struct Places {
       alignas(64) float part[16] = {};
       for (int64_t i = from; i < to; i += 8)
         for (int j = 0; j < 8; j++) part[j] += fabsf(x[i + j]);
-      for (int j = 0; j < 8; j += 2) sum = part[j] + part[j + 1] > sum ? part[j] + part[j + 1] : sum;
+      for (int j = 0; j < 8; j++)
+        if (!(j & APART)) sum = part[j] + part[j + APART] > sum ? part[j] + part[j + APART] : sum;
     }
     vf most = {};
     for (int64_t i = 0; i < count; i += VL) most = vmax(vabs(load<vf>(x + i)), most);

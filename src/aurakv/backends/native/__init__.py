@@ -1,9 +1,9 @@
 """The CPU in C++: a library without torch or Python, called through ctypes with plain structures (native/aura.h).
 
-`native` uses the best instruction set of this processor; `native-avx512`, `native-avx2` and `native-generic` are
-the same with a given one. Arithmetic is int16 on codes (docs/cpu.md states the accuracy), float32 if precision="exact"
-and in portable kernels; float64 arguments are computed in float32. Threads are torch's own, their number
-torch.get_num_threads().
+`native` uses the best instruction set of this processor; `native-avx512`, `native-avx2`, `native-neon` and
+`native-generic` are the same with a given one. Arithmetic is int16 on codes (docs/cpu.md states the accuracy), float32
+if precision="exact" and in portable kernels; float64 arguments are computed in float32. Threads are torch's own, their
+number torch.get_num_threads().
 """
 
 from __future__ import annotations
@@ -298,4 +298,4 @@ class Native:
         return Partial(out, lse) if q.dtype != torch.float64 else Partial(out.double(), lse.double())
 
 
-backends = {backend.name: backend for backend in (Native(), Native("avx512"), Native("avx2"), Native("generic"))}
+backends = {backend.name: backend for backend in (Native(), *map(Native, abi.NAMES))}

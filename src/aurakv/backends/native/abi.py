@@ -25,6 +25,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NAMES = {
     "avx512": "AVX-512 with VNNI and VBMI",
     "avx2": "AVX2 with FMA and BMI2",
+    "neon": "NEON",
     "generic": "",
 }
 
