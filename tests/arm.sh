@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The NEON kernels where there is no ARM processor: builds the library for 64-bit ARM and tests it emulated.
-# Needs Debian 12, root, and its packages qemu-user and g++-aarch64-linux-gnu; takes about 20 minutes.
+# Needs Debian 12, root, and its packages qemu-user and g++-aarch64-linux-gnu; takes about 15 minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$PWD/build/arm

@@ -195,7 +195,7 @@ def check(seed: int, backend: str) -> None:
 
 def main() -> None:
     cases, names = int(sys.argv[1]), sys.argv[2:] or ["native"]
-    first = 0
+    first, all_failed = 0, 0
     for name in names:
         failed = 0
         for seed in range(first, first + cases):
@@ -209,6 +209,8 @@ def main() -> None:
             if (seed + 1 - first) % 500 == 0:
                 print(f"{name}: {seed + 1 - first} cases so far, {failed} failed", flush=True)
         print(f"{name}: {cases} cases, {failed} failed")
+        all_failed += failed
+    sys.exit(1 if all_failed else 0)
 
 
 if __name__ == "__main__":
