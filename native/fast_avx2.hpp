@@ -9,7 +9,6 @@
 
 namespace {
 
-#define UNROLL _Pragma("GCC unroll 16")
 constexpr int BLOCK_ROWS = 4;
 
 INLINE __m256i dp(__m256i acc, __m256i a, __m256i b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
@@ -168,31 +167,17 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, const Pass& pass
     score8<B, R>(pass, planes, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i,
                  w.s + row * TILE + i);
   if (i < t.n) {
-    alignas(32) uint8_t rest[8 * MAX_CODED_DIM + 32];
-    const int64_t bytes = w.key.row_bytes;
-    for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
-    memset(rest + (t.n - i) * bytes, 0, (8 - t.n + i) * bytes + 32);
-    score8<B, R>(pass, planes, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
+    const LastKeys<8> last(w, t, i);
+    score8<B, R>(pass, planes, row, q, last.rows, w.key.row_bytes, loads, {last.rows, 0}, t.ks + i, w.s + row * TILE + i);
   }
 }
 
-#define EACH_ROW_COUNT(call) \
-  switch (rows) {            \
-    case 1: call(1); break;  \
-    case 2: call(2); break;  \
-    case 3: call(3); break;  \
-    default: call(4);        \
-  }
-
 template <int B> void fast_scores(Work& w, const Tile& t, const Pass& pass) {
   const Planes<B> planes(pass.levels);
-  for (int64_t row = 0; row < w.rows; row += BLOCK_ROWS) {
-    const int64_t rows = w.rows - row;
-    if (adds_nothing(pass, row, rows < BLOCK_ROWS ? rows : BLOCK_ROWS)) continue;
-#define CALL(R) score_rows<B, R>(w, t, pass, row, planes)
-    EACH_ROW_COUNT(CALL)
-#undef CALL
-  }
+  each_block<BLOCK_ROWS>(w.rows, [&](int64_t row, auto count) {
+    constexpr int R = decltype(count)::value;
+    if (!adds_nothing(pass, row, R)) score_rows<B, R>(w, t, pass, row, planes);
+  });
 }
 
 // A block of values is 2·LANE coordinates, LANE in each lane. Its levels zipped by 2 tokens are [pairs][VECTORS][16]: vector
@@ -248,15 +233,11 @@ template <int B> void fast_accumulate(Work& w, const Tile& t) {
   Ahead ahead{t.soon_k, (2 * w.key.row_bytes + blocks - 1) / blocks};  // meanwhile keys come into the cache
   for (int64_t b = 0; b < blocks; b++) {
     Z::zip(planes, t, t.v + b * block_bytes, w.value.row_bytes - b * block_bytes, ahead, zipped);
-    for (int64_t row = 0; row < w.rows; row += BLOCK_ROWS) {
-      const int64_t rows = w.rows - row;
-      for (int m = 0; m < Z::VECTORS; m += 2) {
-        float* to = w.acc + row * w.v_pad + b * Z::BLOCK + m * 8;
-#define CALL(R) add_two<R, Z::VECTORS * 16>(w, t, row, zipped + m * 16, to)
-        EACH_ROW_COUNT(CALL)
-#undef CALL
-      }
-    }
+    each_block<BLOCK_ROWS>(w.rows, [&](int64_t row, auto count) {
+      float* to = w.acc + row * w.v_pad + b * Z::BLOCK;
+      for (int m = 0; m < Z::VECTORS; m += 2)
+        add_two<decltype(count)::value, Z::VECTORS * 16>(w, t, row, zipped + m * 16, to + m * 8);
+    });
   }
 }
 

@@ -9,8 +9,6 @@
 
 namespace {
 
-#define UNROLL _Pragma("GCC unroll 16")
-
 INLINE __m512i dp(__m512i acc, __m512i a, __m512i b) {
 #if defined(__clang__)
   return _mm512_dpwssd_epi32(acc, a, b);
@@ -215,35 +213,17 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, const Pass& pass
     score16<B, R>(pass, table, row, q, t.k + i * t.k_stride, t.k_stride, loads, {t.soon_v + i * t.v_stride, step}, t.ks + i,
                   w.s + row * TILE + i);
   if (i < t.n) {
-    alignas(64) uint8_t rest[16 * MAX_CODED_DIM + 64];
-    const int64_t bytes = w.key.row_bytes;
-    for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
-    memset(rest + (t.n - i) * bytes, 0, (16 - t.n + i) * bytes + 64);
-    score16<B, R>(pass, table, row, q, rest, bytes, loads, {rest, 0}, t.ks + i, w.s + row * TILE + i);
+    const LastKeys<16> last(w, t, i);
+    score16<B, R>(pass, table, row, q, last.rows, w.key.row_bytes, loads, {last.rows, 0}, t.ks + i, w.s + row * TILE + i);
   }
 }
 
-#define EACH_ROW_COUNT(call) \
-  switch (rows) {            \
-    case 1: call(1); break;  \
-    case 2: call(2); break;  \
-    case 3: call(3); break;  \
-    case 4: call(4); break;  \
-    case 5: call(5); break;  \
-    case 6: call(6); break;  \
-    case 7: call(7); break;  \
-    default: call(8);        \
-  }
-
 template <int B> void fast_scores(Work& w, const Tile& t, const Pass& pass) {
   const Table<B> table(pass.levels);
-  for (int64_t row = 0; row < w.rows; row += 8) {
-    const int64_t rows = w.rows - row;
-    if (adds_nothing(pass, row, rows < 8 ? rows : 8)) continue;
-#define CALL(R) score_rows<B, R>(w, t, pass, row, table)
-    EACH_ROW_COUNT(CALL)
-#undef CALL
-  }
+  each_block<8>(w.rows, [&](int64_t row, auto count) {
+    constexpr int R = decltype(count)::value;
+    if (!adds_nothing(pass, row, R)) score_rows<B, R>(w, t, pass, row, table);
+  });
 }
 
 // Row r of 4 in lane r.
@@ -369,12 +349,7 @@ template <int B, int R> void add_rows(Work& w, const Tile& t, int64_t row, const
 template <int B> void fast_accumulate(Work& w, const Tile& t) {
   const Table<B> table(w.value.values);
   if (!w.weights_fixed) fix_weights(w, t);
-  for (int64_t row = 0; row < w.rows; row += 8) {
-    const int64_t rows = w.rows - row;
-#define CALL(R) add_rows<B, R>(w, t, row, table)
-    EACH_ROW_COUNT(CALL)
-#undef CALL
-  }
+  each_block<8>(w.rows, [&](int64_t row, auto count) { add_rows<B, decltype(count)::value>(w, t, row, table); });
 }
 
 template <int B> void fast_finish(Work& w, float* out, int64_t stride) {

@@ -8,7 +8,6 @@
 
 namespace {
 
-#define UNROLL _Pragma("GCC unroll 16")
 constexpr int BLOCK_ROWS = 4;
 constexpr int CODES = 16;  // of one look-up
 constexpr int BLOCK = 64;  // coordinates of values whose levels are held at once
@@ -124,31 +123,17 @@ template <int B, int R> void score_rows(Work& w, const Tile& t, const Pass& pass
   for (; i + 4 <= t.n; i += 4)
     score4<B, R>(pass, planes, row, q, t.k + i * t.k_stride, t.k_stride, loads, t.ks + i, w.s + row * TILE + i);
   if (i < t.n) {
-    uint8_t rest[4 * MAX_CODED_DIM + 16];
-    const int64_t bytes = w.key.row_bytes;
-    for (int j = 0; j < t.n - i; j++) memcpy(rest + j * bytes, t.k + (i + j) * t.k_stride, bytes);
-    memset(rest + (t.n - i) * bytes, 0, (4 - t.n + i) * bytes + 16);
-    score4<B, R>(pass, planes, row, q, rest, bytes, loads, t.ks + i, w.s + row * TILE + i);
+    const LastKeys<4> last(w, t, i);
+    score4<B, R>(pass, planes, row, q, last.rows, w.key.row_bytes, loads, t.ks + i, w.s + row * TILE + i);
   }
 }
 
-#define EACH_ROW_COUNT(call) \
-  switch (rows) {            \
-    case 1: call(1); break;  \
-    case 2: call(2); break;  \
-    case 3: call(3); break;  \
-    default: call(4);        \
-  }
-
 template <int B> void fast_scores(Work& w, const Tile& t, const Pass& pass) {
   const Planes<B> planes(pass.levels);
-  for (int64_t row = 0; row < w.rows; row += BLOCK_ROWS) {
-    const int64_t rows = w.rows - row;
-    if (adds_nothing(pass, row, rows < BLOCK_ROWS ? rows : BLOCK_ROWS)) continue;
-#define CALL(R) score_rows<B, R>(w, t, pass, row, planes)
-    EACH_ROW_COUNT(CALL)
-#undef CALL
-  }
+  each_block<BLOCK_ROWS>(w.rows, [&](int64_t row, auto count) {
+    constexpr int R = decltype(count)::value;
+    if (!adds_nothing(pass, row, R)) score_rows<B, R>(w, t, pass, row, planes);
+  });
 }
 
 // acc of R rows for 16 coordinates, whose levels lie at v, BLOCK apart for each token
@@ -183,15 +168,10 @@ template <int B> void fast_accumulate(Work& w, const Tile& t) {
         Planes<B>::look_up(planes, Width<B>::codes(t.v + i * t.v_stride + (from + d) * B / 8), v);
         vst1q_s16(levels + i * BLOCK + d, v[0]), vst1q_s16(levels + i * BLOCK + d + 8, v[1]);
       }
-    for (int64_t row = 0; row < w.rows; row += BLOCK_ROWS) {
-      const int64_t rows = w.rows - row;
-      for (int64_t d = 0; d < left; d += CODES) {
-        float* to = w.acc + row * w.v_pad + from + d;
-#define CALL(R) add16<R>(w, t, row, levels + d, to)
-        EACH_ROW_COUNT(CALL)
-#undef CALL
-      }
-    }
+    each_block<BLOCK_ROWS>(w.rows, [&](int64_t row, auto count) {
+      float* to = w.acc + row * w.v_pad + from;
+      for (int64_t d = 0; d < left; d += CODES) add16<decltype(count)::value>(w, t, row, levels + d, to + d);
+    });
   }
 }
 

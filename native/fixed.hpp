@@ -5,7 +5,31 @@
 
 namespace {
 
+#define UNROLL _Pragma("GCC unroll 16")
+
 constexpr float INT_LIMIT = 2.147e9f;
+
+template <int N> struct Count { static constexpr int value = N; };
+
+// Calls body(row, count) for blocks of MOST rows and for what is left, with a Count: kernels have registers for each row.
+template <int COUNT, class Body> INLINE void with_count(int64_t rows, const Body& body) {
+  if constexpr (COUNT > 1)
+    if (rows < COUNT) return with_count<COUNT - 1>(rows, body);
+  body(Count<COUNT>());
+}
+template <int MOST, class Body> INLINE void each_block(int64_t rows, const Body& body) {
+  for (int64_t row = 0; row < rows; row += MOST) with_count<MOST>(rows - row, [&](auto count) { body(row, count); });
+}
+
+// The last tokens of a tile, fewer than GROUP, from number i on: their keys, and zeros for what is missing.
+template <int GROUP> struct LastKeys {
+  alignas(64) uint8_t rows[GROUP * MAX_CODED_DIM + 64];
+  LastKeys(const Work& w, const Tile& t, int i) {
+    const int64_t bytes = w.key.row_bytes, held = (t.n - i) * bytes;
+    for (int j = 0; j < t.n - i; j++) memcpy(rows + j * bytes, t.k + (i + j) * t.k_stride, bytes);
+    memset(rows + held, 0, GROUP * bytes - held + 64);
+  }
+};
 
 INLINE void store_int16(int16_t* to, vf x) {  // rounded
 #if defined(__AVX512F__)
