@@ -26,19 +26,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .fast_keys import load_plane, query_planes, raw_scores, split_query
-from .fast_layouts import (
-    copy_units,
-    key_half_layout,
-    key_layout,
-    shared_unit_layout,
-    weight_layout,
-)
+from .fast_layouts import key_half_layout, key_layout, weight_layout
 from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch, prefetch_descriptors
-from .fast_ring import make_slot, octet_slice, open_ring, read_scales, wait_for
+from .fast_reads import octet_slice, read_scales
+from .fast_ring import make_slot, open_ring, places, wait_for
 from .fast_schedule import (
     add,
     advance,
@@ -109,44 +103,25 @@ def fast_decode(
     SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr,
     WHOLE: gl.constexpr, BALANCE: gl.constexpr,
 ):  # fmt: skip
-    KU: gl.constexpr = copy_units(KEY_BITS, DIM)
-    VU: gl.constexpr = copy_units(VALUE_BITS, DIM)
+    KU: gl.constexpr = DIM * KEY_BITS // 16
     PLANES: gl.constexpr = query_planes(KEY_BITS, DIM)
     HEADS: gl.constexpr = 4 if ROWS <= 4 else 8
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     A2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     B2: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     WEIGHTS: gl.constexpr = weight_layout(TILE)
     SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
     scan = (first, recent, window, sinks)
     where = (starts, tokens, ends, lengths)
 
-    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, TILE, WHOLE == 2)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    SIDES: gl.constexpr = 2 if KEY_BITS == VALUE_BITS and KEY_BITS != 3 else 1  # of a copy
-    s_keys = bars
-    if KEY_BITS != 3:
-        s_keys = gl.allocate_shared_memory(gl.int16, [STAGES] + keys.block_type.shape, keys.layout)  # noqa: RUF005
-    s_values = s_keys
-    if SIDES == 1 and VALUE_BITS != 3:
-        s_values = gl.allocate_shared_memory(gl.int16, [STAGES] + values.block_type.shape, values.layout)  # noqa: RUF005
-    s_scales = bars
-    if SLOT.bytes == 0:
-        s_scales = gl.allocate_shared_memory(gl.float16, [STAGES] + scales.block_type.shape, scales.layout)  # noqa: RUF005
+    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, DIM, TILE, WHOLE == 2)
+    ring = open_ring(SLOT, STAGES)
+    rows = (codes, piece_size, page_size, keys_at, values_at)
     QUERY: gl.constexpr = gl.float16 if KEY_BITS == 8 else gl.int8
     s_query = gl.allocate_shared_memory(
         QUERY, [PLANES * 2 * HEADS, DIM // PLANES],
         gl.SwizzledSharedLayout(4 if KEY_BITS < 8 else 8, 1, 8 if KEY_BITS < 8 or DIM > 64 else 4, [1, 0]),
     )  # fmt: skip
-    for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-    sources = (keys, values, scales)
-    ring = open_ring(SLOT, STAGES) if SLOT.bytes > 0 else 0
-    rows = ((codes, piece_size, page_size, ring), keys_at, values_at)
-    buffers = (s_keys, s_values, s_scales)
-
     # this program's tiles
     pid = gl.program_id(0)
     gdc_launch_dependents()
@@ -174,7 +149,7 @@ def fast_decode(
     cursor = (left, seq, job, tile, span, entry, inside)
     for i in range(gl.minimum(STAGES, left)):
         page = look_up(cursor, table, width)
-        fetch(cursor, page, i, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
+        fetch(cursor, page, i, rows, ring, kv_heads, SLOT, STAGES, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
         cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
     slot = 0
     phase = 0
@@ -245,31 +220,13 @@ def fast_decode(
 
         for i in range(n):
             page = look_up(cursor, table, width)
-            if KU + VU > 0:
-                mbarrier.wait(bars.index(slot), phase)
-            at_slot = wait_for(ring, slot, phase, SLOT, STAGES) if SLOT.bytes > 0 else 0
-            if KEY_BITS != 3:
-                key_codes = s_keys.index(slot)._reinterpret(gl.int16, [SIDES, TILE, KU], shared_unit_layout(TILE, KU))
-                key_codes = key_codes.index(0)
-            else:
-                key_codes = at_slot
-            if VALUE_BITS != 3:
-                value_codes = s_values.index(slot)._reinterpret(
-                    gl.int16, [SIDES, TILE, VU], shared_unit_layout(TILE, VU)
-                )
-                value_codes = value_codes.index(SIDES - 1)
-            else:
-                value_codes = at_slot + SLOT.values
-            score = raw_scores(key_codes, queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
-            if SLOT.bytes > 0:
-                key_scale = read_scales(at_slot + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
-                b_scale = read_scales(at_slot + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
-            else:
-                factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE], FLAT)
-                key_scale = factors.index(0).load(TOKEN)
-                if HEADS == 4:
-                    factors = s_scales.index(slot)._reinterpret(gl.float16, [2, TILE // 16, 2, 4, 2], CUBE)
-                b_scale = factors.index(1).load(SCALE)
+            box, rest, bar = places(ring, slot, SLOT, STAGES)
+            wait_for(bar, phase)
+            keys_in = rest if KEY_BITS == 3 else box
+            values_in = (rest if VALUE_BITS == 3 else box) + SLOT.values
+            score = raw_scores(keys_in, queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
+            key_scale = read_scales(rest + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
+            b_scale = read_scales(rest + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
             key_scale = finite(key_scale)
             each_step = gl.expand_dims(key_scale, H_AXIS) * gl.expand_dims(step, 1 - H_AXIS)
             if SOFTCAP:
@@ -319,11 +276,9 @@ def fast_decode(
                 total_weight += gl.sum(gl.sum(p.reshape([8, TILE // 8, 4, 2]), 3), 1)
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
-            sums = add_values(value_codes, w, sums, value_constants, VALUE_BITS, LEVELS, mma)
+            sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, LEVELS, mma)
             if cursor[0] > 0:
-                fetch(
-                    cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM
-                )
+                fetch(cursor, page, slot, rows, ring, kv_heads, SLOT, STAGES, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
             slot += 1
             if slot == STAGES:

@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .fast_codes import in_order3, key_levels2, key_levels3, key_levels4, key_levels8
-from .fast_layouts import key_half_layout, key_layout, key_unit_layout
-from .fast_ring import in_octets, triples
+from .fast_layouts import key_half_layout, key_layout
+from .fast_reads import in_octets, read_keys, triples
 
 
 @gluon.constexpr_function
@@ -90,41 +90,27 @@ def multiply(keys, q, s, HEADS: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def scores4(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
-    k0, k1, k2, k3, m0, m1, m2, m3 = key_levels4(keys, constants[0], constants[1], constants[2], constants[3])
+    planes = key_levels4(keys, constants[0], constants[1], constants[2], constants[3])
     if U == 16:
-        s = multiply(gl.join(k0, k1), queries[0], s, HEADS, mma)
-        s = multiply(gl.join(m0, m1), queries[0], s, HEADS, mma)
-        s = multiply(gl.join(k2, k3), queries[1], s, HEADS, mma)
-        s = multiply(gl.join(m2, m3), queries[1], s, HEADS, mma)
+        for i in gl.static_range(2):
+            s = multiply(gl.join(planes[2 * i], planes[2 * i + 1]), queries[i], s, HEADS, mma)
+            s = multiply(gl.join(planes[2 * i + 4], planes[2 * i + 5]), queries[i], s, HEADS, mma)
     else:
-        s = multiply(k0, queries[0], s, HEADS, mma)
-        s = multiply(m0, queries[0], s, HEADS, mma)
-        s = multiply(k1, queries[1], s, HEADS, mma)
-        s = multiply(m1, queries[1], s, HEADS, mma)
-        s = multiply(k2, queries[2], s, HEADS, mma)
-        s = multiply(m2, queries[2], s, HEADS, mma)
-        s = multiply(k3, queries[3], s, HEADS, mma)
-        s = multiply(m3, queries[3], s, HEADS, mma)
+        for i in gl.static_range(4):
+            s = multiply(planes[i], queries[i], s, HEADS, mma)
+            s = multiply(planes[i + 4], queries[i], s, HEADS, mma)
     return s
 
 
 @gluon.jit
 def scores2(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
-    k0, k1, k2, k3, k4, k5, k6, k7 = key_levels2(keys, constants[0])
+    planes = key_levels2(keys, constants[0])
     if U == 16:
-        s = multiply(gl.join(k0, k1), queries[0], s, HEADS, mma)
-        s = multiply(gl.join(k2, k3), queries[1], s, HEADS, mma)
-        s = multiply(gl.join(k4, k5), queries[2], s, HEADS, mma)
-        s = multiply(gl.join(k6, k7), queries[3], s, HEADS, mma)
+        for i in gl.static_range(4):
+            s = multiply(gl.join(planes[2 * i], planes[2 * i + 1]), queries[i], s, HEADS, mma)
     else:
-        s = multiply(k0, queries[0], s, HEADS, mma)
-        s = multiply(k1, queries[1], s, HEADS, mma)
-        s = multiply(k2, queries[2], s, HEADS, mma)
-        s = multiply(k3, queries[3], s, HEADS, mma)
-        s = multiply(k4, queries[4], s, HEADS, mma)
-        s = multiply(k5, queries[5], s, HEADS, mma)
-        s = multiply(k6, queries[6], s, HEADS, mma)
-        s = multiply(k7, queries[7], s, HEADS, mma)
+        for i in gl.static_range(8):
+            s = multiply(planes[i], queries[i], s, HEADS, mma)
     return s
 
 
@@ -148,23 +134,23 @@ def scores8(keys, queries, constants, s, HEADS: gl.constexpr, mma: gl.constexpr)
 
 @gluon.jit
 def raw_scores(
-    codes, queries, constants, BITS: gl.constexpr, TILE: gl.constexpr, U: gl.constexpr, HEADS: gl.constexpr,
+    at, queries, constants, BITS: gl.constexpr, TILE: gl.constexpr, U: gl.constexpr, HEADS: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
     """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [8, TILE], float32.
 
-    codes: of 3 bits the address of the tile."""
+    at: the address of the keys."""
     DTYPE: gl.constexpr = gl.float32 if BITS == 8 else gl.int32
     s = gl.zeros([TILE, 8] if HEADS == 4 else [16, TILE], DTYPE, mma)
     if BITS == 3:
-        s = scores3(codes, queries, constants, s, TILE, HEADS, mma)
+        s = scores3(at, queries, constants, s, TILE, HEADS, mma)
     elif BITS == 8:
-        keys = codes.load(key_unit_layout(TILE, U))
+        keys = read_keys(at, TILE, U)
         keys = gl.permute(keys.reshape([TILE, U // 32, 4, 4, 2]), (0, 1, 3, 2, 4)).reshape([TILE, U])
         keys = gl.convert_layout(keys, key_half_layout(TILE, U), assert_trivial=True)
         s = scores8(keys, queries, constants, s, HEADS, mma)
     else:
-        keys = codes.load(key_unit_layout(TILE, U))
+        keys = read_keys(at, TILE, U)
         if U > 16:
             keys = gl.permute(keys.reshape([TILE, U // 32, 4, 2, 4]), (0, 1, 3, 2, 4)).reshape([TILE, U])
         keys = gl.convert_layout(keys, key_layout(TILE, U), assert_trivial=True)

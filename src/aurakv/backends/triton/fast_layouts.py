@@ -1,4 +1,4 @@
-"""Where the numbers of a tile lie: in shared memory as TMA leaves them, in registers as the tensor cores want them.
+"""Where the numbers of a tile lie in registers, as they are read and as the tensor cores want them.
 
 A unit is 16 bits of a row: eight, four or two codes. Lanes are 4g + c.
 """
@@ -44,23 +44,13 @@ def key_half_layout(tile, units):
 
 
 @gluon.constexpr_function
-def copy_units(bits, dim):
-    """Units that TMA copies for a row: none of 3 bits, which `fast_ring` copies."""
-    return 0 if bits == 3 else dim * bits // 16
-
-
-@gluon.constexpr_function
-def shared_unit_layout(tile, units):
-    """[tile, units] as TMA leaves it: lines of 128 bytes hold 4 tokens to half a one, 16-byte pieces swizzled among
-    8."""
-    count = (tile * units - 1).bit_length()
-    inner = (units - 1).bit_length()
-    flat = [[0, 1 << i] if i < inner else [1 << i - inner, 0] for i in range(count)]
-    bases = [list(base) for base in flat]
-    for i in range(3):  # bits of the line's number, and the pieces that they exchange
-        if 6 + i < count:
-            bases[6 + i] = [flat[6 + i][0] + flat[3 + i][0], flat[6 + i][1] + flat[3 + i][1]]
-    return gl.SharedLinearLayout(bases, [], 1024)
+def value_unit_layout(tile, units):
+    """[units, tile]: units of values as `ldmatrix.trans` reads them, four 8×8 matrices at a time: lane 4g + c holds
+    units 8j + g of tokens 8i + 2c, 8i + 2c + 1."""
+    regs = [[0, 1], [8, 0], [0, 8]]
+    regs += [[0, 16 << i] for i in range((tile // 16 - 1).bit_length())]
+    regs += [[16 << i, 0] for i in range((units // 16 - 1).bit_length())]
+    return gl.DistributedLinearLayout(regs, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [units, tile])
 
 
 @gluon.constexpr_function

@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .fast_layouts import copy_units
-from .fast_ring import copy, copy_side, make_slot
+from .fast_ring import copy, copy_boxes, copy_side, places
 
 
 class Scan(NamedTuple):
@@ -132,40 +130,29 @@ def look_up(cursor, table, width):
 
 
 @gluon.jit
-def copy_codes(source, piece, row, bar, buffer, BITS: gl.constexpr, DIM: gl.constexpr):
-    tma.async_copy_global_to_shared(source, [piece, 0, row * (DIM * BITS // 16) // 64, 0], bar, buffer)
-
-
-@gluon.jit
 def fetch(
-    cursor, page, slot, sources, rows, buffers, bars, kv_heads, WHOLE: gl.constexpr, TILE: gl.constexpr,
-    KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr,
+    cursor, page, slot, rows, ring, kv_heads, SLOT: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    TILE: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of the tile under the cursor into a slot of the ring."""
+    """Start the copy of the tile under the cursor into a slot of the ring.
+
+    rows: codes, the sizes of a piece and of a page, and where the sides begin, as `fast_decode` has them."""
     piece = page * kv_heads + cursor[2] // cursor[4][4]
     row = cursor[6] * TILE
-    bar = bars.index(slot)
-    UNITS: gl.constexpr = copy_units(KEY_BITS, DIM) + copy_units(VALUE_BITS, DIM)
-    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, TILE, WHOLE == 2)
-    if UNITS > 0:
-        mbarrier.expect(bar, TILE * (2 * UNITS + (4 if SLOT.bytes == 0 else 0)))
-    if SLOT.bytes == 0:
-        tma.async_copy_global_to_shared(sources[2], [piece, 0, row], bar, buffers[2].index(slot))
-    if KEY_BITS != 3:
-        copy_codes(sources[0], piece, row, bar, buffers[0].index(slot), KEY_BITS, DIM)
-    if VALUE_BITS != 3 and VALUE_BITS != KEY_BITS:  # else keys and values came together
-        copy_codes(sources[1], piece, row, bar, buffers[1].index(slot), VALUE_BITS, DIM)
-    if SLOT.bytes > 0:
-        codes, size, page_size, ring = rows[0]
+    box, rest, bar = places(ring, slot, SLOT, STAGES)
+    if SLOT.box > 0:
+        copy_boxes(piece, row, box, rest, bar, SLOT, KEY_BITS, VALUE_BITS, DIM, TILE)
+    if KEY_BITS == 3 or VALUE_BITS == 3:
+        codes, size, page_size, keys_at, values_at = rows
         count = TILE if WHOLE else gl.minimum(TILE, page_size - row)
         start = codes + piece.to(gl.int64) * (size * 8)
-        at, end = ring + SLOT.bytes * slot, ring + SLOT.bytes * bars.shape[0] + 8 * slot
         if SLOT.copies == 1:
-            copy(start, SLOT.bytes, at, end)
+            copy(start, SLOT.rest, rest, bar)
         else:
-            keys, values = start + rows[1] * 8, start + rows[2] * 8
-            copy_side(keys, row, count, page_size, at, at + SLOT.key_scales, end, KEY_BITS, DIM)
-            copy_side(values, row, count, page_size, at + SLOT.values, at + SLOT.value_scales, end, VALUE_BITS, DIM)
+            copy_side(start + keys_at * 8, row, count, page_size, rest, rest + SLOT.key_scales, bar, KEY_BITS, DIM)
+            copy_side(
+                start + values_at * 8, row, count, page_size, rest + SLOT.values, rest + SLOT.value_scales, bar,
+                VALUE_BITS, DIM)  # fmt: skip
 
 
 @gluon.jit

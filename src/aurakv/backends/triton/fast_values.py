@@ -31,7 +31,7 @@ from .fast_primitives import (
     transpose_weights,
     where_seen,
 )
-from .fast_ring import in_octets, triples
+from .fast_reads import in_octets, read_values, triples
 
 MINIFLOAT = gl.constexpr(fast_levels.MINIFLOAT)
 BITWISE = gl.constexpr(fast_levels.BITS)
@@ -80,13 +80,14 @@ def times(sums, columns):
 
 
 @gluon.jit
-def add_values(codes, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, mma: gl.constexpr):
-    """Add weights [rows, 8] times the levels of the values. codes: of 3 bits the address of the tile."""
+def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, mma: gl.constexpr):
+    """Add weights [rows, 8] times the levels of the values at an address."""
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     if BITS != 3:
-        values = codes.permute((1, 0)).load(A)
+        U: gl.constexpr = sums[0].shape[0]
+        values = gl.convert_layout(read_values(at, w.shape[0], U), A, assert_trivial=True)
     if BITS == 3:
-        return add_values3(codes, w, sums, constants, LEVELS, A)
+        return add_values3(at, w, sums, constants, LEVELS, A)
     elif LEVELS == BITWISE:
         planes = value_bits(values)
         w2 = times_constant(w, constants[0])
