@@ -59,7 +59,7 @@ def load_query(
     q, balance, signs, offset, job, begin, count, blocks, q_stride,
     SCAN: gl.constexpr, OFFSET: gl.constexpr, BALANCE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """The rotated queries of a job [HEADS, DIM] and their products with the key offset."""
+    """The queries of a job [HEADS, DIM] and what they are multiplied with; called well before `rotate_query`."""
     GROUP: gl.constexpr = SCAN.group
     layout: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [1, 1], [1, 0])
     h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
@@ -73,14 +73,26 @@ def load_query(
         kv_head = job
         at = begin * q_stride + (job * GROUP + h) * DIM
         m_row = h < GROUP
-    x = gl.load(q + at[:, None] + d[None, :], mask=m_row[:, None] & (d >= 0)[None, :], other=0.0).to(gl.float32)
+    x = gl.load(q + at[:, None] + d[None, :], mask=m_row[:, None] & (d >= 0)[None, :], other=0.0)
+    query = (x, gl.load(signs + d))
     if BALANCE:
-        x = x / gl.load(balance + kv_head * DIM + d)[None, :]
-    y = hadamard(x * gl.load(signs + d)[None, :], HEADS, DIM)
+        query = query + (gl.load(balance + kv_head * DIM + d),)  # noqa: RUF005
     if OFFSET:
-        bias = gl.sum(x * gl.load(offset + kv_head * DIM + d)[None, :], 1)
+        query = query + (gl.load(offset + kv_head * DIM + d),)  # noqa: RUF005
+    return query
+
+
+@gluon.jit
+def rotate_query(query, OFFSET: gl.constexpr, BALANCE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """The rotated queries [HEADS, DIM] and their products with the key offset."""
+    x = query[0].to(gl.float32)
+    if BALANCE:
+        x = x / query[2][None, :]
+    y = hadamard(x * query[1][None, :], HEADS, DIM)
+    if OFFSET:
+        bias = gl.sum(x * query[2 + BALANCE][None, :], 1)
     else:
-        bias = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, layout))
+        bias = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, x.type.layout))
     return y, bias
 
 
@@ -129,31 +141,6 @@ def fast_decode(
     line = pid * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     prefetch(table + line * 32, line * 32 < seqs * width)
     prefetch(q + line * 64, line * 64 < tokens * kv_heads * (GROUP * DIM))
-    o_seq = gl.arange(0, SEQS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    b_seq = gl.minimum(o_seq, seqs - 1)
-    _, b_count, b_blocks = query_rows(b_seq, starts, tokens, SCAN)
-    b_t0, b_t1, _, _ = seen(b_seq, b_count, ends, lengths, scan, SCAN)
-    below = gl.associative_scan(gl.where(o_seq < seqs, (b_t1 - b_t0) * b_blocks * kv_heads, 0), 0, add)
-    total = gl.max(below, 0)
-    start, left = split_pieces(total, pid, programs)
-    seq = gl.minimum(gl.sum((below <= start).to(gl.int32), 0), seqs - 1)  # sequences that end at or before the start
-    skipped = gl.max(gl.where(below <= start, below, 0), 0)
-    span = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
-    job = (start - skipped) // gl.maximum(span[1] - span[0], 1)
-    tile = span[0] + start - skipped - job * (span[1] - span[0])
-    jobs_below = seq * kv_heads  # jobs of sequences before this one
-    if SEVERAL:
-        jobs_below = gl.sum(gl.where(o_seq < seq, b_blocks * kv_heads, 0), 0)
-
-    entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles)
-    cursor = (left, seq, job, tile, span, entry, inside)
-    for i in range(gl.minimum(STAGES, left)):
-        page = look_up(cursor, table, width)
-        fetch(cursor, page, i, rows, ring, kv_heads, SLOT, STAGES, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
-        cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
-    slot = 0
-    phase = 0
-
     if KEY_BITS == 8:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_half_layout(TILE, KU))
     elif KEY_BITS == 3:
@@ -179,6 +166,35 @@ def fast_decode(
     key_constants = (key0, key1, key2, key3)
     value_constants = (value0, value1, value2, value3)
 
+    o_seq = gl.arange(0, SEQS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    b_seq = gl.minimum(o_seq, seqs - 1)
+    _, b_count, b_blocks = query_rows(b_seq, starts, tokens, SCAN)
+    b_t0, b_t1, _, _ = seen(b_seq, b_count, ends, lengths, scan, SCAN)
+    below = gl.associative_scan(gl.where(o_seq < seqs, (b_t1 - b_t0) * b_blocks * kv_heads, 0), 0, add)
+    total = gl.max(below, 0)
+    start, left = split_pieces(total, pid, programs)
+    seq = gl.minimum(gl.sum((below <= start).to(gl.int32), 0), seqs - 1)  # sequences that end at or before the start
+    skipped = gl.max(gl.where(below <= start, below, 0), 0)
+    span = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
+    job = (start - skipped) // gl.maximum(span[1] - span[0], 1)
+    tile = span[0] + start - skipped - job * (span[1] - span[0])
+    jobs_below = seq * kv_heads  # jobs of sequences before this one
+    if SEVERAL:
+        jobs_below = gl.sum(gl.where(o_seq < seq, b_blocks * kv_heads, 0), 0)
+
+    entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles)
+    cursor = (left, seq, job, tile, span, entry, inside)
+    begin, count, blocks = query_rows(seq, starts, tokens, SCAN)
+    query = load_query(
+        q, balance, signs, offset, job, begin, count, blocks, q_stride, SCAN, OFFSET, BALANCE, HEADS, DIM
+    )  # before the copies, behind which it would wait
+    for i in range(gl.minimum(STAGES, left)):
+        page = look_up(cursor, table, width)
+        fetch(cursor, page, i, rows, ring, kv_heads, SLOT, STAGES, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
+        cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
+    slot = 0
+    phase = 0
+
     if HEADS == 4:  # scores are [tokens, heads]: lane 4g + c has head c of tokens 8j + g
         scores, _ = gl.split(gl.zeros([TILE, 8], gl.int32, mma).reshape([TILE, 4, 2]))
         lane_sums = gl.sum(scores.reshape([TILE // 8, 8, 4]), 0)
@@ -198,9 +214,7 @@ def fast_decode(
     while left > 0:
         n = gl.minimum(span[1] - tile, left)
         begin, count, blocks = query_rows(seq, starts, tokens, SCAN)
-        y, bias = load_query(
-            q, balance, signs, offset, job, begin, count, blocks, q_stride, SCAN, OFFSET, BALANCE, HEADS, DIM
-        )
+        y, bias = rotate_query(query, OFFSET, BALANCE, HEADS, DIM)
         parts, step = split_query(y, score_scale, KEY_BITS, HEADS, DIM)
         s_query.store(parts)
         queries = ()
@@ -313,3 +327,7 @@ def fast_decode(
                 else:
                     jobs_below += (seq - old - 1) * kv_heads
             tile = span[0]
+            begin, count, blocks = query_rows(seq, starts, tokens, SCAN)
+            query = load_query(
+                q, balance, signs, offset, job, begin, count, blocks, q_stride, SCAN, OFFSET, BALANCE, HEADS, DIM
+            )

@@ -17,20 +17,14 @@ _LANE_LOAD = gl.constexpr(
 )
 
 
-def _butterfly(bit: int) -> str:
-    """One stage of the Hadamard transform across lanes that differ in a bit: x + y where it is 0, else y − x."""
-    return f"""{{
-.reg .b32 t, s;
-shfl.sync.bfly.b32 t, $1, {1 << bit}, 0x1f, 0xffffffff;
-mov.u32 s, %laneid;
-and.b32 s, s, {1 << bit};
-shl.b32 s, s, {31 - bit};
-xor.b32 s, s, $1;
-add.rn.f32 $0, s, t;
-}}"""
+@gluon.constexpr_function
+def _butterfly(bit):
+    """One stage of the Hadamard transform across lanes that differ in a bit: x + y where it is 0, else y − x. $2: 1 or
+    −1 for that."""
+    return f"{{ .reg .b32 t; shfl.sync.bfly.b32 t, $1, {1 << bit}, 0x1f, 0xffffffff; fma.rn.f32 $0, $1, $2, t; }}"
 
 
-_BUTTERFLY0, _BUTTERFLY1, _BUTTERFLY2, _BUTTERFLY3, _BUTTERFLY4 = (gl.constexpr(_butterfly(bit)) for bit in range(5))
+_SIGN = gl.constexpr("{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, $1; bfi.b32 $0, t, 0x3f800000, 31, 1; }")
 
 
 @gluon.jit
@@ -44,11 +38,10 @@ def hadamard(x, ROWS: gl.constexpr, DIM: gl.constexpr):
     ):  # the bits of the coordinate inside a lane; each round turns them by one
         a, b = gl.split(y.reshape([ROWS, 32, E // 2, 2]))
         y = gl.permute(gl.join(a + b, a - b), (0, 1, 3, 2)).reshape([ROWS, 32, E])
-    y = gl.inline_asm_elementwise(_BUTTERFLY0, "=r,r", [y], dtype=gl.float32, is_pure=False, pack=1)
-    y = gl.inline_asm_elementwise(_BUTTERFLY1, "=r,r", [y], dtype=gl.float32, is_pure=False, pack=1)
-    y = gl.inline_asm_elementwise(_BUTTERFLY2, "=r,r", [y], dtype=gl.float32, is_pure=False, pack=1)
-    y = gl.inline_asm_elementwise(_BUTTERFLY3, "=r,r", [y], dtype=gl.float32, is_pure=False, pack=1)
-    y = gl.inline_asm_elementwise(_BUTTERFLY4, "=r,r", [y], dtype=gl.float32, is_pure=False, pack=1)
+    for bit in gl.static_range(5):
+        one = gl.full([1, 1, 1], bit, gl.int32, y.type.layout)
+        sign = gl.inline_asm_elementwise(_SIGN, "=r,r", [one], dtype=gl.float32, is_pure=True, pack=1)
+        y = gl.inline_asm_elementwise(_butterfly(bit), "=r,r,r", [y, sign], dtype=gl.float32, is_pure=False, pack=1)
     return gl.convert_layout(y.reshape([ROWS, DIM]), layout)
 
 
@@ -57,7 +50,7 @@ def lane_constant(table, row: gl.constexpr, layout: gl.constexpr):
     """Row `row` of an int32 table [rows, 32 equal entries]: a number that ptxas cannot prove uniform. Uniform registers
     cost a copy for every PRMT."""
     address = gl.arange(0, 1, layout=layout).to(gl.int64) + (table + 32 * row).to(gl.int64)
-    return gl.inline_asm_elementwise(_LANE_LOAD, "=r,l", [address], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(_LANE_LOAD, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
