@@ -3,8 +3,9 @@
 python benchmarks/gpu_decode.py --json out.json
 
 Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leaves it full of dirty lines, as
-triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache. Rows are
-added to a file that exists.
+triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache; beside them
+stands how long torch takes to sum as many, which nothing is done with but to read them. Rows are added to a file that
+exists.
 """
 
 from __future__ import annotations
@@ -87,6 +88,12 @@ def sdpa_bf16(seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush
         return microseconds(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), flush)
 
 
+def plain_read(pages: Pages, flush: str) -> float:
+    """Of all bytes of the pages, for a sum."""
+    words = pages.data.view(torch.int64)
+    return microseconds(words.sum, flush)
+
+
 def decode(q: torch.Tensor, pages: Pages, starts: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     return fast_attend.attend_fast(q, pages, starts, pages.lengths, scoring, None, None, None).out
 
@@ -138,14 +145,16 @@ def main() -> None:
                     continue
                 time = microseconds(functools.partial(decode, q, pages, starts, scoring), args.flush)
                 read = seqs * kv_heads * tokens * pages.format.bytes_per_token
+                bound = plain_read(pages, args.flush)
                 rows.append({
                     **options,
                     "shape": [seqs, kv_heads, group, tokens], "dim": args.dim, "format": name, "page": page_size,
-                    "us": time, "bf16_us": base, "ratio": base / time, "TB/s": read / time / 1e6, "error": wrong,
+                    "us": time, "bf16_us": base, "ratio": base / time, "TB/s": read / time / 1e6, "read_us": bound,
+                    "error": wrong,
                 })  # fmt: skip
                 print(
                     f"  {name:16} pages {page_size or 'one':>4}: {time:6.1f} us {read / time / 1e6:.2f} TB/s"
-                    f" x{base / time:.2f} error {wrong:.1e}", flush=True,
+                    f" x{base / time:.2f} error {wrong:.1e}, read alone {bound:.1f} us", flush=True,
                 )  # fmt: skip
     if args.json:
         file = pathlib.Path(args.json)
