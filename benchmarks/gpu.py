@@ -57,19 +57,16 @@ DECODE = [(8, 8, 4, 32768), (32, 8, 4, 8192), (16, 8, 8, 32768), (1, 8, 4, 13107
 
 
 def shapes(formats: list[str]) -> list[Shape]:
-    first = formats[0]
     found = [Shape("decode", *s, format=f) for f in formats for s in DECODE]
     found += [Shape("decode", *DECODE[0], format=f) for f in ("k2v2", "k3v3", "k8v4", "k4v4:minifloat", "k8v8")]
-    found += [Shape("decode", *DECODE[0], dim=d, format=first) for d in (64, 256)]
-    found += [Shape("decode", *DECODE[0], format=first, page=p) for p in (64, 16)]
-    found += [Shape("verify", *DECODE[0], queries=n, format=first) for n in (4, 8)]
-    found += [Shape("extend", 1, 8, 4, 32768, queries=n, format=first, page=64) for n in (512, 2048, 4096)]
-    found += [Shape("prefill", 1, 8, 4, 8192, queries=8192, format=first)]
-    found += [
-        Shape("append", 64, 8, 4, 1024, format=first),
-        Shape("append", 1, 8, 4, 32768, queries=32768, format=first),
-        Shape("append", 1, 8, 4, 32768, queries=32768, format=first, page=64),
-    ]
+    for name in formats:
+        found += [Shape("decode", *DECODE[0], dim=d, format=name) for d in (64, 256)]
+        found += [Shape("decode", *DECODE[0], format=name, page=p) for p in (64, 16)]
+        found += [Shape("verify", *DECODE[0], queries=n, format=name) for n in (4, 8)]
+        found += [Shape("extend", 1, 8, 4, 32768, queries=n, format=name, page=64) for n in (512, 2048, 4096)]
+        found += [Shape("prefill", 1, 8, 4, 8192, queries=8192, format=name)]
+        found += [Shape("append", 64, 8, 4, 1024, format=name)]
+        found += [Shape("append", 1, 8, 4, 32768, queries=32768, format=name, page=p) for p in (0, 64)]
     return found
 
 

@@ -4,8 +4,8 @@ python benchmarks/gpu_decode.py --json out.json
 
 Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leaves it full of dirty lines, as
 triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache; beside them
-stands how long torch takes to sum as many, which nothing is done with but to read them. Rows are added to a file that
-exists.
+stands how long torch takes to sum as many, which nothing is done with but to read them. --rivals also times other
+packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). Rows are added to a file that exists.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pathlib
 import statistics
 from collections.abc import Callable
 
+import gpu_rivals
 import torch
 import torch.nn.functional as F
 import triton
@@ -35,6 +36,7 @@ SHAPES = [
     (8, 8, 4, 2048),
 ]  # fmt: skip
 DEVICE = torch.device("cuda")
+RIVAL_ERROR = 0.2  # of the output; 4 uniform bits for normal values alone are 0.1
 
 
 def random_pages(
@@ -88,6 +90,17 @@ def sdpa_bf16(seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush
         return microseconds(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), flush)
 
 
+def rival(name: str, seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush: str) -> tuple[float, float]:
+    """The time of its fastest setting and its error, relative to float32 on the vectors that it was given."""
+    q = torch.randn(seqs, kv_heads * group, dim, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(seqs, tokens, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16) for _ in "kv")
+    x, keys, values = q[:1, :, None].float(), k[:1].transpose(1, 2).float(), v[:1].transpose(1, 2).float()
+    truth = F.scaled_dot_product_attention(x, keys, values, enable_gqa=True)[0, :, 0]
+    calls = gpu_rivals.RIVALS[name][1](q, k, v)
+    wrong = max(float((call()[0].float() - truth).norm() / truth.norm()) for call in calls)
+    return min(microseconds(call, flush) for call in calls), wrong
+
+
 def plain_read(pages: Pages, flush: str) -> float:
     """Of all bytes of the pages, for a sum."""
     words = pages.data.view(torch.int64)
@@ -120,15 +133,29 @@ def main() -> None:
     parser.add_argument("--offsets", action="store_true", help="centred keys and values")
     parser.add_argument("--exact", type=int, default=0, help="recent tokens that another call scores")
     parser.add_argument("--softcap", type=float)
+    parser.add_argument("--rivals", action="store_true", help="other packages, where they are installed")
     parser.add_argument("--json")
     args = parser.parse_args()
     rows = []
+    rivals = list(gpu_rivals.RIVALS) if args.rivals else []
+    for name in rivals:
+        print(f"{name}: {gpu_rivals.why_not(name) or 'is timed'}")
+    rivals = [name for name in rivals if gpu_rivals.why_not(name) is None]
     options = {"flush": args.flush, "queries": args.queries, "exact": args.exact, "softcap": args.softcap}
     options = {**options, "offsets": args.offsets}
     for seqs, kv_heads, group, tokens in (SHAPES[i] for i in args.shapes):
         group, tokens = args.group or group, args.tokens or tokens
         base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush, args.queries)
         print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} cuDNN bf16 {base:.1f} us", flush=True)
+        for name in rivals:
+            time, wrong = rival(name, seqs, kv_heads, group, tokens, args.dim, args.flush)
+            if not wrong < RIVAL_ERROR:
+                print(f"  {name}: WRONG, error {wrong:.1e}", flush=True)
+                continue
+            shape = {"shape": [seqs, kv_heads, group, tokens], "dim": args.dim, "page": gpu_rivals.PAGE}
+            times = {"us": time, "bf16_us": base, "ratio": base / time, "error": wrong}
+            rows.append({"flush": args.flush, "rival": name, **shape, **times})
+            print(f"  {name:24}: {time:6.1f} us x{base / time:.2f} error {wrong:.1e}", flush=True)
         scoring = Scoring(softcap=args.softcap, recent=args.exact, first=min(4, args.exact))
         starts = check_starts("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
         if args.queries > 1:
