@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-model test-full fuzz lint format docs golden eval-quality clean
+.PHONY: demo test test-model test-full test-triton fuzz lint format docs golden eval-quality clean
 
 demo: $(VENV)/.demo
 	$(BIN)/aurakv demo
@@ -18,6 +18,15 @@ test-model: $(VENV)/.test
 
 test-full: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2
+
+# With other versions of Triton than that of constraints.txt: what needs no GPU of them.
+TRITONS := 3.7.1 3.8.0 3.9.0
+test-triton: $(TRITONS:%=build/triton-%) $(VENV)/.test
+	set -e; for version in $(TRITONS); do PYTHONPATH=$(CURDIR)/build/triton-$$version \
+		$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/test_triton*.py; done
+
+build/triton-%: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ triton==$*
 
 fuzz: $(VENV)/.test
 	$(BIN)/python tests/fuzz_files.py --cases 100000

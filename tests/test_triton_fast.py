@@ -510,6 +510,8 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
     }
     options = {"num_warps": 1, "maxnreg": fast_attend._registers(format, group)}
     compiled = compile_kernel(fast_kernel.fast_decode, types, fixed, capability, options)
+    names = re.findall(r"\.param \.align \d+ \.b8 (\w+)\[128\]", compiled.asm["ptx"])
+    assert names == [f"fast_decode_param_{i}" for i in (0, 9, 18)], "the descriptors that `fast_ring` names"
     binaries = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -33,6 +33,8 @@ HEADROOM = gl.constexpr(14.0)  # log2 of the largest weight in float16
 SCALE_SLOTS = gl.constexpr(4)  # weights of a tile are made when the keys two tiles on are decoded
 ATTEND_REGISTERS = gl.constexpr(208)
 DECODE_REGISTERS = gl.constexpr(88)
+REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # its name from Triton 3.9 on
+meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 VARYING = [
     "tokens", "seqs", "pages", "width", "pinned", "capacity", "window", "sinks", "first", "recent", "splits", "least",
 ]  # fmt: skip
@@ -40,6 +42,15 @@ VARYING = [
 key_spans = gluon.jit(masks.key_spans.fn)
 whole_tiles = gluon.jit(masks.whole_tiles.fn)
 visible = gluon.jit(masks.visible.fn)
+
+
+@gluon.jit
+def reinterpret(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory as other numbers."""
+    if REINTERPRET:
+        return x.reinterpret(dtype, shape, layout)
+    else:
+        return x._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
@@ -92,12 +103,12 @@ def decode_tiles(words, halves, place, at, tiles, length, step, shared, KEY: gl.
             note = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + (unit + (bad << 16))
             s_notes.index(i & 3).store(note)
             fence_async_shared()
-            gl.thread_barrier()
+            meet()
             mbarrier.arrive(bars.index(slot))
             mbarrier.wait(bars.index(6 + slot), phase)
             store_values(value, row_scale, known, unit, step, s_values.index(slot), VALUE, CODES)
             fence_async_shared()
-            gl.thread_barrier()
+            meet()
             mbarrier.arrive(bars.index(4 + slot))
 
 
@@ -217,7 +228,7 @@ def attend_rows(parts, factors, means, sums, halves, place, at, tiles, rule, blo
         s_high.store(gl.load(p_parts, mask=(q_row < rows)[:, None], other=0))
         s_low.store(gl.load(p_parts + DIM, mask=(q_row < rows)[:, None], other=0))
         fence_async_shared()
-        gl.thread_barrier()
+        meet()
         factor = gl.load(factors + o_out * 2, mask=m_row, other=1.0)
         bias = gl.load(factors + o_out * 2 + 1, mask=m_row, other=0.0)
         scores = gl.zeros([ROWS, KEYS], gl.int32, SCORES)
@@ -344,14 +355,14 @@ def extend_kernel(
     s_values = gl.allocate_shared_memory(gl.int32, [2, KEYS, DIM // 2], gl.NVMMASharedLayout(128, 32, rank=2))
     s_scales = gl.allocate_shared_memory(gl.float32, [SCALE_SLOTS, KEYS], FLAT)
     s_notes = gl.allocate_shared_memory(gl.int32, [SCALE_SLOTS, 32], FLAT)
-    b_keys = s_keys._reinterpret(gl.int8, [2, KEYS, DIM], BYTES)
-    b_values = s_values._reinterpret(gl.float16, [2, KEYS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    b_keys = reinterpret(s_keys, gl.int8, [2, KEYS, DIM], BYTES)
+    b_values = reinterpret(s_values, gl.float16, [2, KEYS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
     # two each: keys are there, keys were read, values are there, values were read
     bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(8):
         mbarrier.init(bars.index(i), 1 if i // 2 % 2 == 0 else 2)
     fence_async_shared()
-    gl.thread_barrier()
+    meet()
 
     place = (table, i_seq, i_head, kv_heads, pages, width, pinned)
     at = (page_bytes, key_codes, key_scales, value_codes, value_scales)
