@@ -6,6 +6,8 @@ PYTHONPATH=src compute-sanitizer --tool racecheck python tests/gpu_small.py
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 import aurakv as kv
@@ -21,6 +23,7 @@ RUNS = [
     ("k3/v3:minifloat", 128, 300, 1, {}),
     ("k2v2", 128, 64, 4, {}),
     ("k8:cubic/v4", 128, 64, 1, {"scoring": kv.Scoring(softcap=20.0)}),
+    ("k4v4", 128, 64, 2, {"scoring": kv.Scoring(softcap=20.0)}),  # and an offset: see below
     ("k4v4", 128, 64, 100, {}),
     ("k3v2", 64, 128, 100, {"splits": 2}),
     ("k5v6", 96, 16, 1, {"splits": 3}),
@@ -44,6 +47,9 @@ def main() -> None:
         x = torch.randn(sum(lengths), 2, dim, device=device, dtype=torch.bfloat16)
         ops.append(pages, x, x, [0, 300, 300, 377], backend="triton")
         starts = [0, queries, queries, 2 * queries] if queries > 1 else None
+        if queries == 2:  # the last sequence has no queries, and a key offset enters the scores
+            pages = dataclasses.replace(pages, key_offset=torch.randn(2, dim, device=device))
+            starts = [0, 2, 4, 4]
         tokens = starts[-1] if starts else len(lengths)
         q = torch.randn(tokens, 8, dim, device=device, dtype=torch.bfloat16)
         part = kv.attend(q, pages, starts, backend="triton", **options)

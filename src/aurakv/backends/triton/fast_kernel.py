@@ -65,7 +65,7 @@ def load_query(
     h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     if SCAN.several:
-        kv_head = job // blocks
+        kv_head = job // gl.maximum(blocks, 1)  # a program without tiles may look at a sequence without queries
         row = (job - kv_head * blocks) * SCAN.rows + h
         at = (begin + row // GROUP) * q_stride + (kv_head * GROUP + row % GROUP) * DIM
         m_row = row < count * GROUP
