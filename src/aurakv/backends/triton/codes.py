@@ -234,7 +234,7 @@ def quantise(z, p_bounds, BITS: tl.constexpr, GRID: tl.constexpr):
     return code
 
 
-_LANE_LOAD = tl.constexpr(
+LANE_LOAD = tl.constexpr(  # each lane its own word from $1 on
     "{ .reg .b64 a; .reg .b32 t; mov.u32 t, %laneid; mul.wide.u32 a, t, 4; add.s64 a, a, $1; ld.global.b32 $0, [a]; }"
 )
 
@@ -243,8 +243,8 @@ _LANE_LOAD = tl.constexpr(
 def load_cells(p_cells):
     """The rows of tables.bounds, each lane its own column."""
     p = p_cells.to(tl.int64)
-    bound = tl.inline_asm_elementwise(_LANE_LOAD, "=r,l", [p], dtype=tl.int32, is_pure=True, pack=1)
-    level = tl.inline_asm_elementwise(_LANE_LOAD, "=r,l", [p + 128], dtype=tl.int32, is_pure=True, pack=1)
+    bound = tl.inline_asm_elementwise(LANE_LOAD, "=r,l", [p], dtype=tl.int32, is_pure=True, pack=1)
+    level = tl.inline_asm_elementwise(LANE_LOAD, "=r,l", [p + 128], dtype=tl.int32, is_pure=True, pack=1)
     return bound, level
 
 

@@ -17,7 +17,7 @@ Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Pie
 Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
      SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles, 2: one, of 3 bits.
 The launcher guarantees: ROWS ≤ 8, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
-kernel and its first three parameters are known to `prefetch_descriptors`.
+kernel and its first three parameters are known to `fast_ring`.
 """
 
 # mypy: ignore-errors
@@ -30,9 +30,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .fast_keys import load_plane, query_planes, raw_scores, split_query
 from .fast_layouts import key_half_layout, key_layout, weight_layout
-from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch, prefetch_descriptors
+from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch
 from .fast_reads import octet_slice, read_scales
-from .fast_ring import make_slot, open_ring, places, wait_for
+from .fast_ring import make_slot, open_ring, places, prefetch_descriptors, wait_for
 from .fast_schedule import (
     add,
     advance,

@@ -7,14 +7,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .codes import LANE_LOAD
+
 # Weights of tokens t, t + 8 for head c are columns 2c, 2c + 1 of an 8×8 matrix with the tokens as rows; transposed,
 # lane 4g + c holds head g // 2 of tokens 2c, 2c + 1 of the half g % 2. $2: value scales in that order.
 _TRANSPOSE = gl.constexpr("{ .reg .b32 t; movmatrix.sync.aligned.m8n8.trans.b16 t, $1; mul.rn.f16x2 $0, t, $2; }")
-
-
-_LANE_LOAD = gl.constexpr(
-    "{ .reg .b64 a; .reg .b32 t; mov.u32 t, %laneid; mul.wide.u32 a, t, 4; add.s64 a, a, $1; ld.global.b32 $0, [a]; }"
-)
 
 
 @gluon.constexpr_function
@@ -50,7 +47,7 @@ def lane_constant(table, row: gl.constexpr, layout: gl.constexpr):
     """Row `row` of an int32 table [rows, 32 equal entries]: a number that ptxas cannot prove uniform. Uniform registers
     cost a copy for every PRMT."""
     address = gl.arange(0, 1, layout=layout).to(gl.int64) + (table + 32 * row).to(gl.int64)
-    return gl.inline_asm_elementwise(_LANE_LOAD, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(LANE_LOAD, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -119,23 +116,6 @@ def prefetch(pointer, mask):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
         [pointer, mask.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def prefetch_descriptors():
-    """Ask for the three TMA descriptors of `fast_decode`, its first parameters (with 4, 4 and 3 sizes and strides)."""
-    gl.inline_asm_elementwise(
-        """{ .reg .b64 a, b, c;
-mov.b64 a, fast_decode_param_0;
-mov.b64 b, fast_decode_param_9;
-mov.b64 c, fast_decode_param_18;
-cvta.param.u64 a, a;
-cvta.param.u64 b, b;
-cvta.param.u64 c, c;
-prefetch.tensormap [a];
-prefetch.tensormap [b];
-prefetch.tensormap [c];
-mov.b32 $0, $1; }""", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit

@@ -79,19 +79,30 @@ again: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2;
 mov.b32 $0, 0; }""")
 
 
+# The descriptors are the first parameters of `fast_decode`, with 4, 4 and 3 sizes and strides: their addresses, each
+# under its name.
+DESCRIPTORS = {"keys": 0, "values": 9, "scales": 18}
+_FIND = "\n".join(
+    f"mov.b64 {name}, fast_decode_param_{number};\ncvta.param.u64 {name}, {name};"
+    for name, number in DESCRIPTORS.items()
+)
+
+_PREFETCH = gl.constexpr(
+    "\n".join([
+        f"{{ .reg .b64 {', '.join(DESCRIPTORS)};", _FIND, *(f"prefetch.tensormap [{name}];" for name in DESCRIPTORS),
+        "mov.b32 $0, $1; }",
+    ])
+)  # fmt: skip
+
+
 @gluon.constexpr_function
 def _copy_boxes(slot, key_bits, value_bits, tile):
-    """$1: piece; $2 $3: lines of the keys and of the values; $4: token; $5: box; $6: rest of the slot; $7: barrier.
-
-    The descriptors are the first parameters of `fast_decode`, with 4, 4 and 3 sizes and strides."""
+    """$1: piece; $2 $3: lines of the keys and of the values; $4: token; $5: box; $6: rest of the slot; $7: barrier."""
     scales = 3 not in (key_bits, value_bits)
     size = slot.box + scales * 4 * tile
     how = "shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-    lines = [_BEGIN, f"@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$7], {size};"]
-    for name, number in (("keys", 0), ("values", 9), ("scales", 18)):
-        lines += [f"mov.b64 {name}, fast_decode_param_{number};", f"cvta.param.u64 {name}, {name};"]
-    zero = ".reg .b32 zero, at; mov.b32 zero, 0;"
-    lines += [zero]
+    lines = [_BEGIN, f"@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$7], {size};", _FIND]
+    lines += [".reg .b32 zero, at;", "mov.b32 zero, 0;"]
     if scales:
         lines.append(f"@one cp.async.bulk.tensor.3d.{how} [$6], [scales, {{$4, zero, $1}}], [$7], hint;")
     if key_bits != 3:  # with the values, where both have as many bits
@@ -107,6 +118,12 @@ def open_ring(SLOT: gl.constexpr, STAGES: gl.constexpr):
     """The address of the ring, its barriers ready. Once for each program."""
     ASM: gl.constexpr = _open(SLOT, STAGES)
     return gl.inline_asm_elementwise(ASM, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def prefetch_descriptors():
+    """Ask for them before they are used."""
+    gl.inline_asm_elementwise(_PREFETCH, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
