@@ -249,16 +249,18 @@ template <int B> void fast_finish(Work& w, float* out, int64_t stride) {
 }
 
 const KeyKernel* fast_key(const Codec& c) {
-#define KERNEL(B) case B: { static const KeyKernel k = {prepare_keys<B>, prepare_rest<B>, fast_scores<B>}; return Planes<B>::fit(c.keys) && Planes<B>::fit(c.key_rest) ? &k : nullptr; }
-  switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
-#undef KERNEL
-  return nullptr;
+  return by_width(c.bits, [&](auto width) -> const KeyKernel* {
+    constexpr int B = decltype(width)::value;
+    static const KeyKernel k = {prepare_keys<B>, prepare_rest<B>, fast_scores<B>};
+    return Planes<B>::fit(c.keys) && Planes<B>::fit(c.key_rest) ? &k : nullptr;
+  });
 }
 const ValueKernel* fast_value(const Codec& c) {
-#define KERNEL(B) case B: { static const ValueKernel k = {nullptr, nullptr, fast_accumulate<B>, fast_finish<B>}; return Planes<B>::fit(c.values) ? &k : nullptr; }
-  switch (c.bits) { KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(8) }
-#undef KERNEL
-  return nullptr;
+  return by_width(c.bits, [&](auto width) -> const ValueKernel* {
+    constexpr int B = decltype(width)::value;
+    static const ValueKernel k = {nullptr, nullptr, fast_accumulate<B>, fast_finish<B>};
+    return Planes<B>::fit(c.values) ? &k : nullptr;
+  });
 }
 
 }  // namespace

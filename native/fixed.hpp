@@ -21,6 +21,19 @@ template <int MOST, class Body> INLINE void each_block(int64_t rows, const Body&
   for (int64_t row = 0; row < rows; row += MOST) with_count<MOST>(rows - row, [&](auto count) { body(row, count); });
 }
 
+// make(Count<B>) for codes of `bits` bits; nullptr for widths that have none.
+template <class Make> inline auto by_width(int64_t bits, const Make& make) -> decltype(make(Count<2>())) {
+  switch (bits) {
+    case 2: return make(Count<2>());
+    case 3: return make(Count<3>());
+    case 4: return make(Count<4>());
+    case 5: return make(Count<5>());
+    case 6: return make(Count<6>());
+    case 8: return make(Count<8>());
+  }
+  return nullptr;
+}
+
 // The last tokens of a tile, fewer than GROUP, from number i on: their keys, and zeros for what is missing.
 template <int GROUP> struct LastKeys {
   alignas(64) uint8_t rows[GROUP * MAX_CODED_DIM + 64];
