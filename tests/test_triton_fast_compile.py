@@ -1,0 +1,150 @@
+"""What of the fast decode path needs no GPU: which formats it serves, its arithmetic, its kernels compiled."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+from aurakv.codec import Codec, Format
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from aurakv.backends.triton import fast_attend, fast_kernel, fast_levels, fast_merge  # noqa: E402
+
+MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
+
+
+def test_says_why_not() -> None:
+    assert fast_attend.why_not_format(Format.parse(MINIFLOAT, 128)) is None
+    assert fast_attend.why_not_format(Format.parse(CUBIC, 256)) is None
+    assert fast_attend.why_not_format(Format.parse("k3v3", 128)) is None
+    assert "level tables" in (fast_attend.why_not_format(Format.parse("k8v4", 128)) or "")
+    assert "level tables" in (fast_attend.why_not_format(Format.parse("k4:lloyd-max/v4", 128)) or "")
+    for name, dim in (("k5v4", 128), ("k2v2", 64), ("k3v3", 256), ("k4v4", 80), ("k4v4:f32", 128)):
+        assert "widths and dims" in (fast_attend.why_not_format(Format.parse(name, dim)) or "")
+    assert "same dim" in (fast_attend.why_not_format(Format.parse("k4v4", (128, 64))) or "")
+
+
+EVEN = {3: "[-3.5,-2.5,-1.5,-0.5,0.5,1.5,2.5,3.5]", 4: str([i - 7.5 for i in range(16)]).replace(" ", "")}
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("even", [False, True])
+def test_odd_cubics(bits: int, even: bool) -> None:
+    """The kernel's arithmetic in float16, also for evenly spaced levels, is nearer than float16 weights are."""
+    format = Format.parse(f"k4/v{bits}:{EVEN[bits] if even else 'cubic'}", 128)
+    levels = fast_levels.levels(format)
+    assert levels is not None
+    r = torch.tensor([levels.value.words[0] & 0xFFFF], dtype=torch.uint16).view(torch.float16).float()
+    x = (2 * torch.arange(1 << bits) - (1 << bits) + 1) / (1 << bits)
+    made = ((x * x + r).half().float() * x).half().double() * levels.value.step
+    exact = torch.tensor(format.value.levels, dtype=torch.float64)
+    assert (made - exact).norm() <= 4e-4 * exact.norm(), float((made - exact).norm() / exact.norm())
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], fixed: dict[str, Any], capability: int, options: Any) -> Any:
+    names = kernel.arg_names
+    signature = {n: types.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    source = GluonASTSource(kernel, signature, {(names.index(n),): value for n, value in fixed.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, several: bool) -> str:
+    """Resource usage of the decode kernel, compiled without a GPU."""
+    format = Format.parse(name, dim)
+    levels = fast_levels.levels(format)
+    assert levels is not None
+    key, value = format.key, format.value
+    fixed = {"GROUP": group, "ROWS": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True}
+    fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
+    fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": 0 if several else 2}
+    fixed |= {"BALANCE": several}
+    swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
+    both = 2 if key.bits == value.bits != 3 else 1
+
+    def codes(side: Codec) -> str:
+        if side.bits == 3:
+            return f"tensordesc<i16[1, 1, {tile}, 32],{gl.NVMMASharedLayout(64, 16, rank=4)!r}>"
+        return f"tensordesc<i16[1, {both}, {tile * side.row_bytes // 128}, 64],{swizzled!r}>"
+
+    types = {
+        "keys": codes(key),
+        "values": codes(value),
+        "scales": f"tensordesc<fp16[1, 2, {tile}],{plain!r}>",
+        **dict.fromkeys(("signs", "pieces", "lses", "offset"), "*fp32"),
+        **dict.fromkeys(("constants", "table", "lengths", "ends", "starts"), "*i32"),
+        **dict.fromkeys(("cap", "score_scale", "bias_scale", "value_scale", "value_shift"), "fp32"),
+        **dict.fromkeys(fixed, "constexpr"),
+        "q": "*bf16",
+        "balance": "*fp32",
+        "codes": "*i16",
+    }
+    options = {"num_warps": 1, "maxnreg": fast_attend._registers(format, group)}
+    compiled = compile_kernel(fast_kernel.fast_decode, types, fixed, capability, options)
+    names = re.findall(r"\.param \.align \d+ \.b8 (\w+)\[128\]", compiled.asm["ptx"])
+    assert names == [f"fast_decode_param_{i}" for i in (0, 9, 18)], "the descriptors that `fast_ring` names"
+    binaries = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(binaries / "cuobjdump"), "-res-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "dim", "tile", "group", "several"),
+    [
+        (90, MINIFLOAT, 128, 64, 4, False), (90, CUBIC, 128, 64, 8, False), (90, MINIFLOAT, 128, 32, 8, True),
+        (90, MINIFLOAT, 64, 64, 4, False), (90, CUBIC, 256, 32, 8, False), (100, MINIFLOAT, 128, 64, 4, False),
+        (90, "k2v2", 128, 64, 4, False), (90, "k2v2", 256, 64, 8, True), (90, "k8:cubic/v4", 128, 32, 4, False),
+        (90, "k8:cubic/v4", 64, 64, 8, True), (90, "k8:cubic/v8:cubic", 128, 32, 8, True),
+        (90, "k3v3", 128, 64, 4, False), (90, "k3v3", 128, 64, 8, True),
+        (90, "k3/v3:minifloat", 128, 64, 4, False), (90, "k3v4", 128, 64, 8, False), (90, CUBIC, 64, 64, 4, False),
+    ],
+)  # fmt: skip
+def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int, group: int, several: bool) -> None:
+    usage = compile_decode(capability, group, dim, name, tile, several)
+    print(usage.strip().splitlines()[-1])
+    assert "STACK:0" in usage
+    assert "LOCAL:0" in usage
+    shared = re.search(r"SHARED:(\d+)", usage)  # before Triton's own, which it takes to be aligned
+    assert shared is not None
+    assert int(shared[1]) % 128 == 0
+
+
+@pytest.mark.parametrize("together", [1, 8])
+@pytest.mark.parametrize("several", [False, True])
+def test_merge_compiles(together: int, several: bool) -> None:
+    across = 4 if together == 1 else 1
+    fixed = {
+        "GROUP": 8,
+        "ROWS": 8,
+        "DIM": 128,
+        "TILE": 64,
+        "SEQS": 32,
+        "CLIP": True,
+        "WINDOW": several,
+        "SINKS": several,
+    }
+    fixed |= {"SEVERAL": several, "LOGITS": several, "KEY_OFFSET": several, "VALUE_OFFSET": several, "CHUNK": 32}
+    fixed |= {"HEADS": together, "ACROSS": across, "EXACT": not several, "BALANCE": not several}
+    floats = ("pieces", "lses", "lse_out", "sink_logits", "signs", "key_offset", "value_offset", "balance")
+    types = {
+        **dict.fromkeys(floats, "*fp32"),
+        **dict.fromkeys(("lengths", "ends", "starts", "exact_table", "exact_lengths"), "*i32"),
+        **dict.fromkeys(("q", "out", "exact"), "*bf16"),
+        **dict.fromkeys(fixed, "constexpr"),
+        "bias_scale": "fp32",
+    }
+    options = {"num_warps": max(across, min(4, together)), "launch_pdl": True}
+    assert "cubin" in compile_kernel(fast_merge.fast_merge, types, fixed, 90, options).asm
