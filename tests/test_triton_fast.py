@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ DEFAULT = Scoring()
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
 THREE = ["k3v3", "k3/v3:minifloat", "k3v4", "k4v3", "k8:cubic/v3"]  # bits, copied and read in their own way
 FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8:cubic/v4", "k8:cubic/v8:cubic", "k4v2", "k2v4", *THREE]
+STRAIGHT = "k2/v2:[-1.4934,-0.4978,0.4978,1.4934]"  # levels of values at equal distances
 LIMIT = {"k2": 1e-3, "k3": 1e-3, "k4": 1e-3, "k8": 4e-3}  # float16 holds cubic levels of 8 bits to 1e-4
 
 
@@ -90,12 +94,60 @@ def close(fast: Partial, exact: Partial, limit: float = 1.5e-3) -> None:
     assert bool((error <= (limit + rounding) * norm + 1e-6).all()), float((error / norm.clamp_min(1e-9)).max())
 
 
+@contextlib.contextmanager
+def launches() -> Iterator[list[str]]:
+    """The names of the kernels that run meanwhile."""
+    names: list[str] = []
+    original = fast_attend.Launch.__call__
+
+    def note(self: Any, **tensors: torch.Tensor) -> None:
+        names.append(self.kernel.__name__)
+        original(self, **tensors)
+
+    fast_attend.Launch.__call__ = note
+    try:
+        yield names
+    finally:
+        fast_attend.Launch.__call__ = original
+
+
 @needs_gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 12, 16])
 def test_groups(name: str, group: int) -> None:
     pages = make_pages(name, 128, [1, 64, 63, 0, 200, 1000], 2, 64)
     close(*run(make_queries(pages, group), pages), limit=LIMIT[name[:2]])
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", [*FORMATS, STRAIGHT])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 12])
+def test_short_contexts_take_one_launch(name: str, group: int) -> None:
+    """By what pages can hold or by what a window shows; the same as in pieces."""
+    limit = LIMIT[name[:2]]
+    short = with_offsets(make_pages(name, 128, [1, 64, 63, 0, 33, 40], 2, 64, capacity=64))
+    long = make_pages(name, 128, [700, 1000, 3, 0, 90, 64], 2, 64)
+    sinks = torch.randn(2 * group, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
+    several = torch.randn(9, 2 * group, 128, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+    for pages, scoring in ((short, DEFAULT), (long, Scoring(window=20, sinks=4, first=2))):
+        q = make_queries(pages, group)
+        with launches() as ran:
+            close(*run(q, pages, scoring, sinks=sinks), limit=limit)
+            close(*run(several, pages, scoring, starts=[0, 2, 3, 3, 5, 8, 9]), limit=limit)
+            close(*run(q, pages, dataclasses.replace(scoring, softcap=30.0)), limit=limit)
+        assert ran == ["fast_decode"] * 3
+        with launches() as ran:
+            close(*run(q, pages, scoring, sinks=sinks, splits=2), limit=limit)
+        assert ran == ["fast_decode", "fast_merge"]
+
+
+@needs_gpu
+def test_many_short_contexts_take_one_launch() -> None:
+    """Where sequences alone are as many programs as the device runs, up to 512 tokens."""
+    pages = make_pages(CUBIC, 128, [(37 * i) % 513 for i in range(256)], 2, 64, capacity=512)
+    with launches() as ran:
+        close(*run(make_queries(pages, 4), pages))
+    assert ran == ["fast_decode"]
 
 
 @needs_gpu

@@ -21,6 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from aurakv.backends.triton import fast_attend, fast_kernel, fast_levels, fast_merge  # noqa: E402
 
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
+STRAIGHT = "k2/v2:[-1.4934,-0.4978,0.4978,1.4934]"  # levels of values at equal distances
 
 
 def test_says_why_not() -> None:
@@ -59,7 +60,9 @@ def compile_kernel(kernel: Any, types: dict[str, str], fixed: dict[str, Any], ca
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, several: bool) -> str:
+def compile_decode(
+    capability: int, group: int, dim: int, name: str, tile: int, several: bool, alone: bool = False
+) -> str:
     """Resource usage of the decode kernel, compiled without a GPU."""
     format = Format.parse(name, dim)
     levels = fast_levels.levels(format)
@@ -68,7 +71,8 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
     fixed = {"GROUP": group, "ROWS": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True}
     fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
     fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": 0 if several else 2}
-    fixed |= {"BALANCE": several}
+    fixed |= {"BALANCE": several, "ALONE": alone, "LOGITS": alone, "KEY_OFFSET": alone and not several}
+    fixed |= {"VALUE_OFFSET": alone, "EXACT": alone and not several}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
     both = 2 if key.bits == value.bits != 3 else 1
 
@@ -81,11 +85,11 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         "keys": codes(key),
         "values": codes(value),
         "scales": f"tensordesc<fp16[1, 2, {tile}],{plain!r}>",
-        **dict.fromkeys(("signs", "pieces", "lses", "offset"), "*fp32"),
-        **dict.fromkeys(("constants", "table", "lengths", "ends", "starts"), "*i32"),
+        **dict.fromkeys(("signs", "value_signs", "pieces", "lses", "lse_out", "offset", "value_offset"), "*fp32"),
+        **dict.fromkeys(("constants", "table", "lengths", "ends", "starts", "exact_table", "exact_lengths"), "*i32"),
         **dict.fromkeys(("cap", "score_scale", "bias_scale", "value_scale", "value_shift"), "fp32"),
         **dict.fromkeys(fixed, "constexpr"),
-        "q": "*bf16",
+        **dict.fromkeys(("q", "out", "exact", "sink_logits"), "*bf16"),
         "balance": "*fp32",
         "codes": "*i16",
     }
@@ -110,6 +114,7 @@ def compile_decode(capability: int, group: int, dim: int, name: str, tile: int, 
         (90, "k8:cubic/v4", 64, 64, 8, True), (90, "k8:cubic/v8:cubic", 128, 32, 8, True),
         (90, "k3v3", 128, 64, 4, False), (90, "k3v3", 128, 64, 8, True),
         (90, "k3/v3:minifloat", 128, 64, 4, False), (90, "k3v4", 128, 64, 8, False), (90, CUBIC, 64, 64, 4, False),
+        (90, CUBIC, 128, 32, 16, True), (90, "k8:cubic/v8:cubic", 128, 32, 16, False), (90, "k2v4", 128, 32, 16, True),
     ],
 )  # fmt: skip
 def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int, group: int, several: bool) -> None:
@@ -120,6 +125,17 @@ def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int
     shared = re.search(r"SHARED:(\d+)", usage)  # before Triton's own, which it takes to be aligned
     assert shared is not None
     assert int(shared[1]) % 128 == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "group", "several"),
+    [(CUBIC, 128, 4, False), (MINIFLOAT, 64, 1, False), (CUBIC, 256, 8, True), ("k3v3", 128, 8, True),
+     ("k2v2", 128, 2, False), (STRAIGHT, 128, 4, False)],
+)  # fmt: skip
+def test_one_launch_compiles_without_spills(name: str, dim: int, group: int, several: bool) -> None:
+    usage = compile_decode(90, group, dim, name, 32 if dim == 256 else 64, several, alone=True)
+    print(usage.strip().splitlines()[-1])
+    assert "STACK:0" in usage
 
 
 @pytest.mark.parametrize("together", [1, 8])

@@ -28,13 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import masks
 from .extend_decode import LEAST_EXPONENT, find_page, find_piece, load_tile, store_keys, store_values, tile_start
+from .gluon_names import meet, reinterpret
 
 HEADROOM = gl.constexpr(14.0)  # log2 of the largest weight in float16
 SCALE_SLOTS = gl.constexpr(4)  # weights of a tile are made when the keys two tiles on are decoded
 ATTEND_REGISTERS = gl.constexpr(208)
 DECODE_REGISTERS = gl.constexpr(88)
-REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # its name from Triton 3.9 on
-meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 VARYING = [
     "tokens", "seqs", "pages", "width", "pinned", "capacity", "window", "sinks", "first", "recent", "splits", "least",
 ]  # fmt: skip
@@ -42,15 +41,6 @@ VARYING = [
 key_spans = gluon.jit(masks.key_spans.fn)
 whole_tiles = gluon.jit(masks.whole_tiles.fn)
 visible = gluon.jit(masks.visible.fn)
-
-
-@gluon.jit
-def reinterpret(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory as other numbers."""
-    if REINTERPRET:
-        return x.reinterpret(dtype, shape, layout)
-    else:
-        return x._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit

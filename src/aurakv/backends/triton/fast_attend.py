@@ -28,10 +28,11 @@ from .launch import Launch
 
 WIDTHS = {2: (128, 256), 3: (128,), 4: (64, 128, 256), 8: (64, 128, 256)}  # dims by width
 MAX_SEQS = 1024
-MAX_ROWS = 8  # of a job
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
 MAX_EXACT = 16  # first tokens that `fast_merge` scores
 STAGES = 2
+ALONE_TILES = 3  # jobs of up to this many are a program each, which finishes its own rows: one launch
+ALONE_TILES_OF_MANY = 8  # where there are as many jobs as programs would be
 
 
 def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, precision: str) -> str | None:
@@ -45,8 +46,9 @@ def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, prec
         return f"its precision is 'fast', got {precision!r}"
     if not 1 <= pages.seqs <= MAX_SEQS:
         return f"it takes 1 to {MAX_SEQS} sequences, got {pages.seqs}"
-    if not 1 <= q.shape[0] * group <= MAX_JOBS * MAX_ROWS * pages.seqs:
-        return f"it takes up to {MAX_JOBS * MAX_ROWS} queries times heads of a group, got {q.shape[0] * group}"
+    most = MAX_JOBS * max_rows(pages.format)
+    if not 1 <= q.shape[0] * group <= most * pages.seqs:
+        return f"it takes up to {most} queries times heads of a group, got {q.shape[0] * group}"
     if pages.page_size < 32 or (pages.page_size % 32 and pages.table.shape[1] > 1):
         return f"pages must be multiples of 32 tokens, or one of at least 32 a sequence, got {pages.page_size}"
     if scoring.exact:
@@ -66,10 +68,19 @@ def why_not_format(format: Format) -> str | None:
     return None if fast_levels.levels(format) is not None else f"it has no arithmetic for the level tables of {format}"
 
 
+def max_rows(format: Format) -> int:
+    """Of a job: as many as registers hold the sums of."""
+    return 16 if format.key.dim <= 128 else 8
+
+
 def workspace_bytes_fast(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
     """Enough for every call of this size: whether there is one query a sequence is known only then."""
     group = heads // pages.kv_heads
-    plans = [_plan(pages, tokens, group, several, splits) for several in (True, False) if several or group <= MAX_ROWS]
+    plans = [
+        _plan(pages, tokens, group, several, splits)
+        for several in (True, False)
+        if several or group <= max_rows(pages.format)
+    ]
     return max(plan.slots * plan.rows for plan in plans) * (pages.format.value.dim + 1) * 4
 
 
@@ -107,7 +118,7 @@ def prepare_fast(
     levels = fast_levels.levels(format)
     assert levels is not None
     one_each = tokens == seqs and starts is checks.starts("starts", None, seqs, seqs, device)
-    several = not one_each or group > MAX_ROWS
+    several = not one_each or group > max_rows(format)
     rows, jobs, programs, slots = _plan(pages, tokens, group, several, splits)
     scattered = q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) < heads * dim
     stride = heads * dim if scattered else q.stride(0)
@@ -118,7 +129,7 @@ def prepare_fast(
         "GROUP": group,
         "ROWS": rows,
         "DIM": dim,
-        "TILE": _tile(pages),
+        "TILE": _tile(pages, rows),
         "SEQS": max(32, triton.next_power_of_2(seqs)),
         "CLIP": scoring.causal or scoring.recent > 0,
         "WINDOW": scoring.window is not None,
@@ -127,36 +138,47 @@ def prepare_fast(
     }
     cap = scoring.softcap
     multiplier = scoring.multiplier(dim) * math.log2(math.e) * (2 / cap if cap else 1)
-    keys, values, scales = _descriptors(pages)
+    keys, values, scales = _descriptors(pages, _tile(pages, rows))
     layout = format.layout(pages.page_size)
     key_signs, value_signs = _signs(format.key, device), _signs(format.value, device)
 
     def given(x: Tensor | None) -> Tensor:
         return key_signs if x is None else x  # an address that is not read
 
+    many = jobs >= 3 * _multiprocessors(device)
+    short = _seen_tiles(pages, scoring, tokens, rows) <= (ALONE_TILES_OF_MANY if many else ALONE_TILES)
+    alone = splits is None and short
+    ending = (given(sink_logits), value_signs, given(pages.value_offset), *_raw_vectors(exact, key_signs, ends))
+    ends_with = {
+        "LOGITS": sink_logits is not None,
+        "KEY_OFFSET": pages.key_offset is not None and cap is None,
+        "VALUE_OFFSET": pages.value_offset is not None,
+        "EXACT": exact is not None,
+    }
     decode = Launch(
-        fast_kernel.fast_decode, (programs,),
+        fast_kernel.fast_decode, (jobs if alone else programs,),
         keys, values, scales, pages.data.view(torch.int16), None, given(balance), key_signs,
         _constants(levels, device), given(pages.key_offset), pages.table, pages.lengths, ends, starts, None, None,
-        seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages), *scan, cap or 0.0,
+        *((None, None, *ending) if alone else (*[key_signs] * 5, *_raw_vectors(None, key_signs, ends))),
+        seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages, rows), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
         stride, programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and pages.key_offset is not None, STAGES=STAGES,
-        WHOLE=_whole(pages), BALANCE=balance is not None, **flags, num_warps=1, maxnreg=_registers(format, rows),
+        WHOLE=_whole(pages, rows), BALANCE=balance is not None, ALONE=alone,
+        **{key: alone and on for key, on in ends_with.items()}, **flags,
+        num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
+    size = slots * rows * (dim + 1) * 4
     chunk, together, across = _merge_plan(jobs, rows, programs, dim, device)
     merge = Launch(
         fast_merge.fast_merge, (jobs, -(-rows // together)),
-        None, None, None, None, given(sink_logits), value_signs, None, given(balance), given(pages.key_offset),
-        given(pages.value_offset), pages.lengths, ends, starts, *_raw_vectors(exact, key_signs, ends),
+        None, None, None, None, ending[0], value_signs, None, given(balance), given(pages.key_offset), ending[2],
+        pages.lengths, ends, starts, *ending[3:],
         seqs, tokens, pages.kv_heads, *scan, multiplier, stride, programs, heads * dim,
-        LOGITS=sink_logits is not None, KEY_OFFSET=pages.key_offset is not None and cap is None,
-        VALUE_OFFSET=pages.value_offset is not None, EXACT=exact is not None, BALANCE=balance is not None,
-        CHUNK=chunk, HEADS=together, ACROSS=across, **flags,
+        BALANCE=balance is not None, CHUNK=chunk, HEADS=together, ACROSS=across, **ends_with, **flags,
         num_warps=max(across, min(4, together)), launch_pdl=True,
     )  # fmt: skip
-    size = slots * rows * (dim + 1) * 4
 
     def run(q: Tensor, workspace: Tensor | None) -> Partial:
         q = q.contiguous() if scattered else q
@@ -165,8 +187,11 @@ def prepare_fast(
         lses = pieces[slots * rows * dim :]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
-        decode(q=q, pieces=pieces, lses=lses)
-        merge(pieces=pieces, lses=lses, out=out, lse_out=lse, q=q)
+        if alone:
+            decode(q=q, pieces=pieces, lses=lses, out=out, lse_out=lse)
+        else:
+            decode(q=q, pieces=pieces, lses=lses)
+            merge(pieces=pieces, lses=lses, out=out, lse_out=lse, q=q)
         return Partial(out, lse)
 
     return run
@@ -176,7 +201,8 @@ def serves_exact(q: Tensor, pages: Pages, exact: Pages, scoring: Scoring) -> boo
     """Whether `prepare_fast`, with one query for each sequence, scores a few exact first tokens by the way."""
     key, value = exact.format.key, exact.format.value
     same = exact.table.shape[1] == 1 and not exact.ring and key.dim == value.dim and key.dtype == value.dtype
-    small = key.dtype != torch.float32 and scoring.first <= MAX_EXACT and q.shape[1] <= MAX_ROWS * pages.kv_heads
+    small = key.dtype != torch.float32 and scoring.first <= MAX_EXACT
+    small = small and q.shape[1] <= max_rows(pages.format) * pages.kv_heads
     return same and small and not scoring.recent and scoring.window is None and scoring.softcap is None
 
 
@@ -199,14 +225,24 @@ class Plan(NamedTuple):
 
 
 def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | None) -> Plan:
-    rows = MAX_ROWS if several else group
-    jobs = pages.kv_heads * (pages.seqs + (tokens * group // MAX_ROWS if several else 0))
-    most = jobs * pages.table.shape[1] * _page_tiles(pages)
+    rows = group
+    if several:
+        rows = 8 if -(-tokens // pages.seqs) * group <= 8 else max_rows(pages.format)
+    jobs = pages.kv_heads * (pages.seqs + (tokens * group // rows if several else 0))
+    most = jobs * pages.table.shape[1] * _page_tiles(pages, rows)
     units, residents = _multiprocessors(pages.data.device), _residents(pages.format, rows)
     while residents > 4 and most < residents * units * residents:  # where tiles are few, fewer programs do less beside
         residents -= 4
     programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
     return Plan(rows, jobs, programs, 2 * programs + jobs)
+
+
+def _seen_tiles(pages: Pages, scoring: Scoring, tokens: int, rows: int) -> int:
+    """At most, of a job."""
+    tile, all = _tile(pages, rows), pages.table.shape[1] * _page_tiles(pages, rows)
+    if scoring.window is None:
+        return all
+    return min(all, 1 + -(-(scoring.window + tokens) // tile) + -(-scoring.sinks // tile))
 
 
 def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.device) -> tuple[int, int, int]:
@@ -216,45 +252,42 @@ def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.dev
     return chunk, together, max(2, chunk * dim // 4096) if together == 1 else 1
 
 
-def _tile(pages: Pages) -> int:
+def _tile(pages: Pages, rows: int) -> int:
     """Tokens of a tile: no page boundary inside, and the programs of a multiprocessor fit it with two tiles each."""
     small = pages.page_size % 64 and pages.table.shape[1] > 1
-    return 32 if small or pages.format.bytes_per_token > 190 else 64
+    return 32 if small or rows > 8 or pages.format.bytes_per_token > 190 else 64
 
 
-def _page_tiles(pages: Pages) -> int:
-    return -(-pages.page_size // _tile(pages))
+def _page_tiles(pages: Pages, rows: int) -> int:
+    return -(-pages.page_size // _tile(pages, rows))
 
 
-def _whole(pages: Pages) -> int:
+def _whole(pages: Pages, rows: int) -> int:
     """0: a tile may reach beyond its page. 2: a page of 3-bit codes is a tile, and one copy."""
-    if pages.page_size % _tile(pages):
+    tile = _tile(pages, rows)
+    if pages.page_size % tile:
         return 0
-    return 2 if pages.page_size == _tile(pages) and pages.format.key.bits == pages.format.value.bits == 3 else 1
+    return 2 if pages.page_size == tile and pages.format.key.bits == pages.format.value.bits == 3 else 1
 
 
 def _residents(format: Format, rows: int) -> int:
-    """Programs that share a multiprocessor: two or three for each of its four parts."""
-    return 8 if _light(format) or _registers(format, rows) > 168 else 16 if _registers(format, rows) <= 128 else 12
-
-
-def _light(format: Format) -> bool:
-    """Whether memory bounds it rather than arithmetic."""
-    levels = fast_levels.levels(format)
-    minifloat = levels is not None and levels.value.kind == fast_levels.MINIFLOAT
-    return minifloat and format.value.bits == 4 and format.key.dim == 128 and format.key.bits < 8
+    """Programs that share a multiprocessor: two to four for each of its four parts."""
+    few = format.value.bits == 4 and format.key.dim == 128 and format.key.bits < 8  # reading bounds these: 8 do
+    return 8 if few or _registers(format, rows) > 168 else 16 if _registers(format, rows) <= 128 else 12
 
 
 def _registers(format: Format, rows: int) -> int:
     """Registers of a thread: as many as the programs that share a multiprocessor leave, and help."""
     key, value = format.key, format.value
-    if key.dim == 256 or value.bits == 8 or (key.bits == 8 and value.bits < 4):
+    if rows > 8 or key.dim == 256 or value.bits == 8 or (key.bits == 8 and value.bits < 4):
         return 255
     if key.dim == 64 and key.bits < 8 and rows <= 4:
         return 128
-    if key.bits == 3 and _light(format):
+    levels = fast_levels.levels(format)
+    minifloat = value.bits == 4 and levels is not None and levels.value.kind == fast_levels.MINIFLOAT
+    if key.bits == 3 and minifloat:
         return 216
-    return 168 if key.dim == 64 or key.bits == 8 or rows <= 4 else 216
+    return 168 if key.dim == 64 or key.bits == 8 or rows <= 4 or (value.bits == 4 and not minifloat) else 216
 
 
 @functools.cache
@@ -262,13 +295,14 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _descriptors(pages: Pages) -> tuple[TensorDescriptor, ...]:
+def _descriptors(pages: Pages, tile: int) -> tuple[TensorDescriptor, ...]:
     """What TMA needs to know about codes and scales: [pages · kv_heads, …]; kept with the pages."""
-    known: tuple[TensorDescriptor, ...] | None = pages.__dict__.get("_fast_descriptors")
+    name = f"_fast_descriptors_{tile}"
+    known: tuple[TensorDescriptor, ...] | None = pages.__dict__.get(name)
     if known is None:
         layout = pages.format.layout(pages.page_size)
         words = pages.data.view(torch.int16)  # [pages, kv_heads, bytes / 2]
-        pieces, size, tile = words.shape[0] * words.shape[1], words.shape[2], _tile(pages)
+        pieces, size = words.shape[0] * words.shape[1], words.shape[2]
         swizzled = gl.NVMMASharedLayout(128, 16, rank=4)  # lines of 128 bytes, the widest that TMA swizzles
         key, value = pages.format.key, pages.format.value
         both = 2 if key.bits == value.bits != 3 else 1
@@ -290,7 +324,7 @@ def _descriptors(pages: Pages) -> tuple[TensorDescriptor, ...]:
             codes(0 if both == 2 else layout.value_codes, value),
             TensorDescriptor.from_tensor(scales, [1, 2, tile], gl.NVMMASharedLayout(0, 16, rank=3)),
         )
-        object.__setattr__(pages, "_fast_descriptors", known)
+        object.__setattr__(pages, name, known)
     return known
 
 

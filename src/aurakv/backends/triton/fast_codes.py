@@ -95,13 +95,15 @@ def _value_cubic8() -> str:
     return "\n".join([*lines, "}"])
 
 
-def _value_bits() -> str:
-    """$0-$7: codes 0-7 as tiny floats, code · 4^i · 2^-24 with i = 0 1 2 3 4 0 1 2; $8-$15: their upper bits."""
-    lines = ["{", ".reg .b32 r;", "shr.u32 r, $16, 10;"]
+def _value_bits(masks: Sequence[int]) -> str:
+    """$0-$7: codes 0-7 as tiny floats, code · 4^i · 2^-24 with i = 0 1 2 3 4 0 1 2; $8-$15: their upper bits, if a
+    second mask asks for them."""
+    units = f"${8 * len(masks)}"
+    lines = ["{", ".reg .b32 r;", f"shr.u32 r, {units}, 10;"]
     for i in range(8):
-        source, at = ("$16", i) if i < 5 else ("r", i - 5)
-        for first, mask in ((0, 0x00030003), (8, 0x00020002)):
-            lines.append(f"and.b32 ${first + i}, {source}, {mask << 2 * at};")
+        source, at = (units, i) if i < 5 else ("r", i - 5)
+        for j, mask in enumerate(masks):
+            lines.append(f"and.b32 ${8 * j + i}, {source}, {mask << 2 * at};")
     return "\n".join([*lines, "}"])
 
 
@@ -139,7 +141,8 @@ def _value_cubic() -> str:
 _VALUE_MINIFLOAT = gl.constexpr(_value_minifloat())
 _VALUE_CUBIC = gl.constexpr(_value_cubic())
 _VALUE_CUBIC8 = gl.constexpr(_value_cubic8())
-_VALUE_BITS = gl.constexpr(_value_bits())
+_VALUE_BITS = gl.constexpr(_value_bits((0x00030003, 0x00020002)))
+_VALUE_LINE = gl.constexpr(_value_bits((0x00030003,)))
 _KEY_CUBIC = gl.constexpr(_key_cubic())
 
 
@@ -307,6 +310,14 @@ def value_bits(units):
         _VALUE_BITS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [units],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
                gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def value_line(units):
+    return gl.inline_asm_elementwise(
+        _VALUE_LINE, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [units],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=True, pack=2)  # fmt: skip
 
 

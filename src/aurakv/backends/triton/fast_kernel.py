@@ -13,10 +13,11 @@ In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] in
      key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4 for values (fast_levels), lanes of even columns;
      offset float32 [kv_heads, DIM] if OFFSET, which soft caps need; starts [seqs + 1] if SEVERAL.
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
-     job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job.
-Constexprs: ROWS of a job: GROUP, or 8 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP, WINDOW,
-     SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles, 2: one, of 3 bits.
-The launcher guarantees: ROWS ≤ 8, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
+     job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job. If ALONE, program and piece p
+     are job p, and the program does what `fast_merge` would, with its arguments.
+Constexprs: ROWS of a job: GROUP, or 8 or 16 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP,
+     WINDOW, SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles, 2: one, of 3 bits.
+The launcher guarantees: ROWS ≤ 16, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
 kernel and its first three parameters are known to `fast_ring`.
 """
 
@@ -28,8 +29,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .fast_keys import load_plane, query_planes, raw_scores, split_query
+from .fast_keys import both_parts, load_plane, query_planes, raw_scores, split_query
 from .fast_layouts import key_half_layout, key_layout, weight_layout
+from .fast_merge import merge_rows
 from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch
 from .fast_reads import octet_slice, read_scales
 from .fast_ring import make_slot, open_ring, places, prefetch_descriptors, wait_for
@@ -49,6 +51,7 @@ from .fast_schedule import (
     split_pieces,
 )
 from .fast_values import add_values, empty_sums, output, scaled_weights, times
+from .gluon_names import meet
 
 LIMIT = gl.constexpr(8192.0)  # sums are rescaled when a weight or a weight times its value scale exceeds this
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -108,16 +111,18 @@ def capped(s, cap, SOFTCAP: gl.constexpr):
 @gluon.jit(do_not_specialize_on_alignment=["width", "programs"])  # they change as a cache grows
 def fast_decode(
     keys, values, scales, codes, q, balance, signs, constants, offset, table, lengths, ends, starts, pieces, lses,
-    seqs, tokens, kv_heads, width, pinned, page_tiles, first, recent, window, sinks, cap,
+    out, lse_out, sink_logits, value_signs, value_offset, exact, exact_table, exact_lengths, exact_size, exact_keys,
+    exact_values, seqs, tokens, kv_heads, width, pinned, page_tiles, first, recent, window, sinks, cap,
     score_scale, bias_scale, value_scale, value_shift, q_stride, programs, piece_size, page_size, keys_at, values_at,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
     LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr, WINDOW: gl.constexpr,
     SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr,
-    WHOLE: gl.constexpr, BALANCE: gl.constexpr,
+    WHOLE: gl.constexpr, BALANCE: gl.constexpr, ALONE: gl.constexpr, LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr,
+    VALUE_OFFSET: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     KU: gl.constexpr = DIM * KEY_BITS // 16
     PLANES: gl.constexpr = query_planes(KEY_BITS, DIM)
-    HEADS: gl.constexpr = 4 if ROWS <= 4 else 8
+    HEADS: gl.constexpr = 4 if ROWS <= 4 else 8 if ROWS <= 8 else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     A2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     B2: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
@@ -169,18 +174,36 @@ def fast_decode(
     o_seq = gl.arange(0, SEQS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     b_seq = gl.minimum(o_seq, seqs - 1)
     _, b_count, b_blocks = query_rows(b_seq, starts, tokens, SCAN)
-    b_t0, b_t1, _, _ = seen(b_seq, b_count, ends, lengths, scan, SCAN)
-    below = gl.associative_scan(gl.where(o_seq < seqs, (b_t1 - b_t0) * b_blocks * kv_heads, 0), 0, add)
-    total = gl.max(below, 0)
-    start, left = split_pieces(total, pid, programs)
-    seq = gl.minimum(gl.sum((below <= start).to(gl.int32), 0), seqs - 1)  # sequences that end at or before the start
-    skipped = gl.max(gl.where(below <= start, below, 0), 0)
-    span = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
-    job = (start - skipped) // gl.maximum(span[1] - span[0], 1)
-    tile = span[0] + start - skipped - job * (span[1] - span[0])
-    jobs_below = seq * kv_heads  # jobs of sequences before this one
-    if SEVERAL:
-        jobs_below = gl.sum(gl.where(o_seq < seq, b_blocks * kv_heads, 0), 0)
+    if ALONE:
+        if SEVERAL:
+            b_jobs = gl.where(o_seq < seqs, b_blocks * kv_heads, 0)
+            ended = gl.associative_scan(b_jobs, 0, add) <= pid
+            seq = gl.minimum(gl.sum(ended.to(gl.int32), 0), seqs - 1)
+            job = pid - gl.sum(gl.where(o_seq < seq, b_jobs, 0), 0)
+        else:
+            seq = pid // kv_heads
+            job = pid - seq * kv_heads
+        span = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
+        tile = span[0]
+        known = job < kv_heads * span[4]  # there may be fewer jobs than programs
+        left = gl.where(known, span[1] - span[0], 0)
+        job = gl.where(known, job, 0)
+        jobs_below = 0
+    else:
+        b_t0, b_t1, _, _ = seen(b_seq, b_count, ends, lengths, scan, SCAN)
+        below = gl.associative_scan(gl.where(o_seq < seqs, (b_t1 - b_t0) * b_blocks * kv_heads, 0), 0, add)
+        total = gl.max(below, 0)
+        start, left = split_pieces(total, pid, programs)
+        seq = gl.minimum(
+            gl.sum((below <= start).to(gl.int32), 0), seqs - 1
+        )  # sequences that end at or before the start
+        skipped = gl.max(gl.where(below <= start, below, 0), 0)
+        span = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
+        job = (start - skipped) // gl.maximum(span[1] - span[0], 1)
+        tile = span[0] + start - skipped - job * (span[1] - span[0])
+        jobs_below = seq * kv_heads  # jobs of sequences before this one
+        if SEVERAL:
+            jobs_below = gl.sum(gl.where(o_seq < seq, b_blocks * kv_heads, 0), 0)
 
     entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles)
     cursor = (left, seq, job, tile, span, entry, inside)
@@ -199,8 +222,8 @@ def fast_decode(
         scores, _ = gl.split(gl.zeros([TILE, 8], gl.int32, mma).reshape([TILE, 4, 2]))
         lane_sums = gl.sum(scores.reshape([TILE // 8, 8, 4]), 0)
     else:  # [heads, tokens]: lane 4g + c has head g of tokens 8j + 2c, 8j + 2c + 1
-        scores = gl.sum(gl.zeros([16, TILE], gl.int32, mma).reshape([2, 8, TILE]), 0)
-        lane_sums = gl.sum(gl.sum(scores.reshape([8, TILE // 8, 4, 2]), 3), 1)
+        scores = both_parts(gl.zeros([2 * HEADS, TILE], gl.int32, mma))
+        lane_sums = gl.sum(gl.sum(scores.reshape([HEADS, TILE // 8, 4, 2]), 3), 1)
     H_AXIS: gl.constexpr = 1 if HEADS == 4 else 0
     SCORES: gl.constexpr = scores.type.layout
     SUMS: gl.constexpr = lane_sums.type.layout
@@ -213,15 +236,14 @@ def fast_decode(
 
     while left > 0:
         n = gl.minimum(span[1] - tile, left)
-        begin, count, blocks = query_rows(seq, starts, tokens, SCAN)
         y, bias = rotate_query(query, OFFSET, BALANCE, HEADS, DIM)
         parts, step = split_query(y, score_scale, KEY_BITS, HEADS, DIM)
         s_query.store(parts)
         queries = ()
         for i in gl.static_range(PLANES):
             queries = queries + (load_plane(s_query, i, KEY_BITS, HEADS, mma),)  # noqa: RUF005
-        sums = empty_sums(VALUE_BITS, DIM, mma)
-        total_weight = gl.zeros([8, 4], gl.float32, SUMS)
+        sums = empty_sums(VALUE_BITS, DIM, HEADS, mma)
+        total_weight = gl.zeros([max(8, HEADS), 4], gl.float32, SUMS)
         step = gl.convert_layout(step, HEAD)
         bias = gl.convert_layout(bias * bias_scale, HEAD)
         reference = gl.full([HEADS], -1e30, gl.float32, HEAD)
@@ -287,7 +309,7 @@ def fast_decode(
                 w0, w1 = by_half(w, even)
                 w = gl.permute(gl.join(w0, w1), (0, 5, 3, 4, 1, 2)).reshape([TILE, 8])
             else:
-                total_weight += gl.sum(gl.sum(p.reshape([8, TILE // 8, 4, 2]), 3), 1)
+                total_weight += gl.sum(gl.sum(p.reshape([HEADS, TILE // 8, 4, 2]), 3), 1)
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
             sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, LEVELS, mma)
@@ -299,35 +321,50 @@ def fast_decode(
                 slot = 0
                 phase ^= 1
 
-        piece = gl.where(tile == span[0], 2 * pid + 1, 2 * pid)
-        piece = gl.where((tile == span[0]) & (tile + n == span[1]), 2 * programs + jobs_below + job, piece)
+        if ALONE:
+            piece = pid
+        else:
+            piece = gl.where(tile == span[0], 2 * pid + 1, 2 * pid)
+            piece = gl.where((tile == span[0]) & (tile + n == span[1]), 2 * programs + jobs_below + job, piece)
         weight = gl.convert_layout(gl.sum(total_weight, 1 - H_AXIS), HEAD)
         gl.store(lses + piece * ROWS + o_head, reference + gl.log2(weight), mask=o_head < ROWS)
-        out = output(sums, value_shift, HEADS, VALUE_BITS)
-        OUT: gl.constexpr = out.type.layout
+        result = output(sums, value_shift, HEADS, VALUE_BITS)
+        OUT: gl.constexpr = result.type.layout
         h = gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
-        u = gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
-        e = gl.arange(0, out.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
-        d_out = (u % 8) * 16 + (u // 8) * 8 + e if VALUE_BITS == 3 else out.shape[2] * u + e
+        u = gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
+        e = gl.arange(0, result.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
+        d_out = (u % 8) * 16 + (u // 8) * 8 + e if VALUE_BITS == 3 else result.shape[2] * u + e
         inverse = gl.where(weight == 0.0, 0.0, value_scale / weight)  # a row may see nothing of these tiles
         inverse = gl.convert_layout(inverse, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
-        gl.store(pieces + (piece * ROWS + h) * DIM + d_out, out * inverse, mask=(h < ROWS) & (d_out >= 0))
+        gl.store(pieces + (piece * ROWS + h) * DIM + d_out, result * inverse, mask=(h < ROWS) & (d_out >= 0))
 
         left -= n
         tile += n
-        if left > 0:
-            job += 1
-            if job == kv_heads * blocks:
-                job = 0
-                jobs_below += kv_heads * blocks
-                old = seq
-                seq, span = next_sequence(seq, span, starts, tokens, ends, lengths, scan, SCAN)
-                if SEVERAL:
-                    jobs_below += gl.sum(gl.where((o_seq > old) & (o_seq < seq), b_blocks * kv_heads, 0), 0)
-                else:
-                    jobs_below += (seq - old - 1) * kv_heads
-            tile = span[0]
-            begin, count, blocks = query_rows(seq, starts, tokens, SCAN)
-            query = load_query(
-                q, balance, signs, offset, job, begin, count, blocks, q_stride, SCAN, OFFSET, BALANCE, HEADS, DIM
-            )
+        if not ALONE:  # noqa: SIM102 (known when this is compiled, the other is not)
+            if left > 0:
+                job += 1
+                if job == kv_heads * blocks:
+                    job = 0
+                    jobs_below += kv_heads * blocks
+                    old = seq
+                    seq, span = next_sequence(seq, span, starts, tokens, ends, lengths, scan, SCAN)
+                    if SEVERAL:
+                        jobs_below += gl.sum(gl.where((o_seq > old) & (o_seq < seq), b_blocks * kv_heads, 0), 0)
+                    else:
+                        jobs_below += (seq - old - 1) * kv_heads
+                tile = span[0]
+                begin, count, blocks = query_rows(seq, starts, tokens, SCAN)
+                query = load_query(
+                    q, balance, signs, offset, job, begin, count, blocks, q_stride, SCAN, OFFSET, BALANCE, HEADS, DIM
+                )
+
+    if ALONE:
+        meet()  # the piece is there for all lanes
+        MEMBERS: gl.constexpr = 1 if ROWS == 1 else 2 if ROWS == 2 else HEADS
+        merge_rows(
+            pid, 0, pieces, lses, out, lse_out, sink_logits, value_signs, q, balance, offset, value_offset, lengths,
+            ends, starts, exact, exact_table, exact_lengths, exact_size, exact_keys, exact_values, seqs, tokens,
+            kv_heads, first, recent, window, sinks, bias_scale, q_stride, 0, kv_heads * (GROUP * DIM), GROUP, ROWS, DIM,
+            TILE, SEQS, CLIP, WINDOW, SINKS, SEVERAL, LOGITS, KEY_OFFSET, VALUE_OFFSET, EXACT, BALANCE, 1, MEMBERS, 1,
+            True,
+        )  # fmt: skip

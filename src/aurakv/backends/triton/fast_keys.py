@@ -27,7 +27,7 @@ def query_planes(bits, dim):
 def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
     """Rotated queries [HEADS, DIM] as rows [planes · 2 · HEADS, DIM / planes] and what one step is worth for each head.
 
-    In a plane rows are head · 2 + part for 4 heads, part · 8 + head for 8."""
+    In a plane rows are head · 2 + part for 4 heads, part · 8 + head for each 8 of more."""
     top = gl.max(y.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # order of bits is order of magnitudes, NaN above all
     peak = gl.maximum(top.to(gl.float32, bitcast=True), 1e-30)
     damaged = top >= 0x7F800000
@@ -60,6 +60,8 @@ def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
         else:  # head, k-step, lane, half, plane, code, part
             parts = parts.reshape([HEADS, DIM // 128, 4, 2, 4, 4, 2])
             parts = gl.permute(parts, (4, 0, 6, 1, 3, 2, 5) if HEADS == 4 else (4, 6, 0, 1, 3, 2, 5))
+    if HEADS == 16:
+        parts = gl.permute(parts.reshape([PLANES, 2, 2, 8, DIM // PLANES]), (0, 2, 1, 3, 4))
     return parts.reshape([PLANES * 2 * HEADS, DIM // PLANES]), step
 
 
@@ -133,15 +135,22 @@ def scores8(keys, queries, constants, s, HEADS: gl.constexpr, mma: gl.constexpr)
 
 
 @gluon.jit
+def both_parts(s):
+    """[2 · HEADS, TILE] in the order of `split_query`, the parts added: [HEADS, TILE]."""
+    HEADS: gl.constexpr = s.shape[0] // 2
+    return gl.sum(s.reshape([HEADS // 8, 2, 8, s.shape[1]]), 1).reshape([HEADS, s.shape[1]])
+
+
+@gluon.jit
 def raw_scores(
     at, queries, constants, BITS: gl.constexpr, TILE: gl.constexpr, U: gl.constexpr, HEADS: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [8, TILE], float32.
+    """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [HEADS, TILE], float32.
 
     at: the address of the keys."""
     DTYPE: gl.constexpr = gl.float32 if BITS == 8 else gl.int32
-    s = gl.zeros([TILE, 8] if HEADS == 4 else [16, TILE], DTYPE, mma)
+    s = gl.zeros([TILE, 8] if HEADS == 4 else [2 * HEADS, TILE], DTYPE, mma)
     if BITS == 3:
         s = scores3(at, queries, constants, s, TILE, HEADS, mma)
     elif BITS == 8:
@@ -163,7 +172,7 @@ def raw_scores(
         high, low = gl.split(s.reshape([TILE, 4, 2]))
         return (high * HIGH + low).to(gl.float32)
     else:
-        part = gl.arange(0, 16, layout=gl.SliceLayout(1, mma)) // 8
+        part = gl.arange(0, 2 * HEADS, layout=gl.SliceLayout(1, mma)) // 8 % 2
         if BITS != 8:
             s = s * gl.where(part == 0, 256, 1)[:, None]
-        return gl.sum(s.reshape([2, 8, TILE]), 0).to(gl.float32)
+        return both_parts(s).to(gl.float32)

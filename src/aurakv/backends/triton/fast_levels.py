@@ -14,7 +14,7 @@ MINIFLOAT_TAIL = {3: 190, 4: 88}  # bits under a minifloat code, which lies at b
 
 KEY_ERROR = 2e-4  # of the cubic's leading coefficient in float16, relative
 
-MINIFLOAT, CUBIC, BITS = 0, 1, 2  # how values become levels
+MINIFLOAT, CUBIC, BITS, LINE = range(4)  # how values become levels
 
 
 class KeyLevels(NamedTuple):
@@ -142,7 +142,8 @@ def _value_bits(levels: Table) -> ValueLevels | None:
         return None
     step = outer - inner
     rho = 2 * inner / step - 1  # from code 1 to code 2 the level grows by 2·inner
-    return ValueLevels(BITS, step * 2.0**24, -outer, (half2(rho / 2),))
+    kind = LINE if abs(rho) < 1e-6 else BITS
+    return ValueLevels(kind, step * 2.0**24, -outer, (half2(rho / 2),))
 
 
 def minifloat_step(levels: Table) -> float | None:

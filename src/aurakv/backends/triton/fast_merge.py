@@ -18,20 +18,22 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from .fast_primitives import hadamard
-from .fast_schedule import add, make_scan, query_rows, seen
+from .fast_schedule import add, make_scan, query_rows, seen, span_of
 
 
-@gluon.jit(do_not_specialize_on_alignment=["programs"])  # it changes as a cache grows
-def fast_merge(
+@gluon.jit
+def merge_rows(
+    number, member,
     pieces, lses, out, lse_out, sink_logits, signs, q, balance, key_offset, value_offset, lengths, ends, starts,
     exact, exact_table, exact_lengths, exact_size, exact_keys, exact_values,
     seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs, out_stride,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr,
     CLIP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SEVERAL: gl.constexpr,
     LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, EXACT: gl.constexpr,
-    BALANCE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr,
+    BALANCE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
-    """Put the pieces of HEADS rows of a job together, CHUNK at a time, and rotate the results back.
+    """Put the pieces of HEADS rows of job `number`, from `member` on, together, CHUNK at a time, and rotate the results
+    back. ALONE: the job is one piece, with its number.
 
     signs: value signs / √DIM. ACROSS of the warps share the pieces, the others the rows."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -46,13 +48,10 @@ def fast_merge(
     )  # the same in each warp
     SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
     scan = (first, recent, window, sinks)
-    number = gl.program_id(0)  # of the job
     o_seq = gl.arange(0, SEQS, layout=ALL)
     b_seq = gl.minimum(o_seq, seqs - 1)
     _, b_count, b_blocks = query_rows(b_seq, starts, tokens, SCAN)
-    b_t0, b_t1, _, _ = seen(b_seq, b_count, ends, lengths, scan, SCAN)
     b_jobs = gl.where(o_seq < seqs, b_blocks * kv_heads, 0)
-    b_tiles = (b_t1 - b_t0) * b_jobs
     if SEVERAL:
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one that can be scanned
         b_below = gl.associative_scan(gl.convert_layout(b_jobs, LINE), 0, add)
@@ -61,23 +60,31 @@ def fast_merge(
     else:
         seq = number // kv_heads
         job = number - seq * kv_heads
-    total = gl.sum(b_tiles, 0)
-    before = gl.sum(gl.where(o_seq < seq, b_tiles, 0), 0)
-    tiles = gl.sum(gl.where(o_seq == seq, b_t1 - b_t0, 0), 0)
-    start = before + job * tiles
-    last = start + gl.maximum(tiles, 1) - 1
-    each = total // programs
-    extra = total - each * programs
-    cut = extra * (each + 1)  # up to here programs have one tile more
-    p0 = gl.where(start < cut, start // (each + 1), extra + (start - cut) // gl.maximum(each, 1))
-    p1 = gl.where(last < cut, last // (each + 1), extra + (last - cut) // gl.maximum(each, 1))
+    if ALONE:
+        t0, t1, _, _, _ = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
+        tiles = t1 - t0
+        p0 = number
+        p1 = number
+    else:
+        b_t0, b_t1, _, _ = seen(b_seq, b_count, ends, lengths, scan, SCAN)
+        b_tiles = (b_t1 - b_t0) * b_jobs
+        total = gl.sum(b_tiles, 0)
+        before = gl.sum(gl.where(o_seq < seq, b_tiles, 0), 0)
+        tiles = gl.sum(gl.where(o_seq == seq, b_t1 - b_t0, 0), 0)
+        start = before + job * tiles
+        last = start + gl.maximum(tiles, 1) - 1
+        each = total // programs
+        extra = total - each * programs
+        cut = extra * (each + 1)  # up to here programs have one tile more
+        p0 = gl.where(start < cut, start // (each + 1), extra + (start - cut) // gl.maximum(each, 1))
+        p1 = gl.where(last < cut, last // (each + 1), extra + (last - cut) // gl.maximum(each, 1))
     begin, queries, blocks = query_rows(seq, starts, tokens, SCAN)
     kv_head = job // gl.maximum(blocks, 1)
     known = kv_head < kv_heads  # there may be fewer jobs than programs
     count = gl.where((tiles > 0) & known, p1 - p0 + 1, 0)
 
     o_piece = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    member = gl.program_id(1) * HEADS + gl.arange(0, HEADS, layout=HEAD)
+    member = member + gl.arange(0, HEADS, layout=HEAD)
     row = member
     if SEVERAL:
         row = (job - kv_head * blocks) * ROWS + member
@@ -120,7 +127,8 @@ def fast_merge(
             other = other * old + weight
             b_exact = b_exact * gl.convert_layout(old, ROW)[:, None] + gl.convert_layout(weight, ROW)[:, None] * b_value
             top = new
-    gdc_wait()
+    if not ALONE:
+        gdc_wait()
     for i in range(0, count, CHUNK):
         o_row = i + o_piece
         piece = gl.where(o_row == 0, 2 * p0 + 1, 2 * (p0 + o_row))
@@ -153,3 +161,22 @@ def fast_merge(
     m_out = gl.convert_layout(m_row.to(gl.int32), ROW)[:, None] > 0
     gl.store(out + o_out + o_column, y.to(out.dtype.element_ty), mask=m_out & (o_column >= 0))
     gl.store(lse_out + o_token * (kv_heads * GROUP) + head, (top + gl.log2(whole)) * 0.6931471805599453, mask=m_row)
+
+
+@gluon.jit(do_not_specialize_on_alignment=["programs"])  # it changes as a cache grows
+def fast_merge(
+    pieces, lses, out, lse_out, sink_logits, signs, q, balance, key_offset, value_offset, lengths, ends, starts,
+    exact, exact_table, exact_lengths, exact_size, exact_keys, exact_values,
+    seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs, out_stride,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr,
+    CLIP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SEVERAL: gl.constexpr,
+    LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, EXACT: gl.constexpr,
+    BALANCE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    merge_rows(
+        gl.program_id(0), gl.program_id(1) * HEADS, pieces, lses, out, lse_out, sink_logits, signs, q, balance,
+        key_offset, value_offset, lengths, ends, starts, exact, exact_table, exact_lengths, exact_size, exact_keys,
+        exact_values, seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs,
+        out_stride, GROUP, ROWS, DIM, TILE, SEQS, CLIP, WINDOW, SINKS, SEVERAL, LOGITS, KEY_OFFSET, VALUE_OFFSET,
+        EXACT, BALANCE, CHUNK, HEADS, ACROSS, False,
+    )  # fmt: skip

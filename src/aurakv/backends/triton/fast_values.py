@@ -21,6 +21,7 @@ from .fast_codes import (
     value_levels_cubic8,
     value_levels_minifloat,
     value_levels_minifloat3,
+    value_line,
 )
 from .fast_primitives import (
     half_pairs,
@@ -35,6 +36,7 @@ from .fast_reads import in_octets, read_values, triples
 
 MINIFLOAT = gl.constexpr(fast_levels.MINIFLOAT)
 BITWISE = gl.constexpr(fast_levels.BITS)
+LINE = gl.constexpr(fast_levels.LINE)
 
 
 @gluon.jit
@@ -52,7 +54,8 @@ def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: g
         if HIDE:
             w = where_seen(w, p)
         N: gl.constexpr = p.shape[1] // 8
-        top = gl.permute(larger_size(w, p).reshape([8, N, 4, 2]), (0, 2, 1, 3)).reshape([32, N, 2])
+        top = gl.permute(larger_size(w, p).reshape([HEADS // 8, 8, N, 4, 2]), (1, 3, 0, 2, 4))
+        top = top.reshape([32, HEADS // 8 * N, 2])
     for _ in gl.static_range((top.shape[1] - 1).bit_length()):
         a, b = gl.split(gl.permute(top.reshape([32, top.shape[1] // 2, 2, 2]), (0, 1, 3, 2)))
         top = larger(a, b)
@@ -61,13 +64,13 @@ def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: g
 
 
 @gluon.jit
-def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, mma: gl.constexpr):
+def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
     """One sum for each code of a unit, and for 2 bits the sum of the weights."""
     COUNT: gl.constexpr = 9 if BITS == 2 else 8 if BITS == 3 else 16 // BITS
     ROWS: gl.constexpr = 16 if BITS == 3 else DIM * BITS // 16
     sums = ()
     for _ in gl.static_range(COUNT):
-        sums = sums + (gl.zeros([ROWS, 8], gl.float32, mma),)  # noqa: RUF005
+        sums = sums + (gl.zeros([ROWS, max(8, HEADS)], gl.float32, mma),)  # noqa: RUF005
     return sums
 
 
@@ -88,13 +91,18 @@ def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr,
         values = gl.convert_layout(read_values(at, w.shape[0], U), A, assert_trivial=True)
     if BITS == 3:
         return add_values3(at, w, sums, constants, LEVELS, A)
-    elif LEVELS == BITWISE:
-        planes = value_bits(values)
-        w2 = times_constant(w, constants[0])
+    elif BITS == 2:
         ones = gl.full(values.shape, 1.0, gl.float16, A)
         new = ()
-        for i in gl.static_range(8):
-            new = new + (mma_v2(planes[8 + i], w2, mma_v2(planes[i], w, sums[i])),)  # noqa: RUF005
+        if LEVELS == LINE:
+            planes = value_line(values)
+            for i in gl.static_range(8):
+                new = new + (mma_v2(planes[i], w, sums[i]),)  # noqa: RUF005
+        else:
+            planes = value_bits(values)
+            w2 = times_constant(w, constants[0])
+            for i in gl.static_range(8):
+                new = new + (mma_v2(planes[8 + i], w2, mma_v2(planes[i], w, sums[i])),)  # noqa: RUF005
         return new + (mma_v2(ones, w, sums[8]),)  # noqa: RUF005
     elif LEVELS == MINIFLOAT and BITS == 4:
         planes = value_levels_minifloat(values, constants[0])
@@ -153,7 +161,7 @@ def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
         out = gl.join(sums[0], sums[1])
     elif BITS == 4:
         out = gl.join(gl.join(sums[0], sums[1]), gl.join(sums[2], sums[3]))
-        out = gl.permute(out, (0, 1, 3, 2)).reshape([U, 8, 4])
+        out = gl.permute(out, (0, 1, 3, 2)).reshape([U, sums[0].shape[1], 4])
     elif BITS == 3:
         out = eighths(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7])
     else:
