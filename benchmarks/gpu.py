@@ -179,20 +179,20 @@ def measure_append(shape: Shape, pages: Pages, backend: str, timer: GraphTimer) 
     if same < 0.9999:
         return {"name": shape.name, "error": 1 - same, "wrong": True}
 
+    again = shape.context < 2 * timer.repeats * shape.queries  # as often as it is called there is no room
+
     def call() -> None:
-        pages.lengths.zero_()
+        if again:
+            pages.lengths.zero_()
         ops.append(pages, k, v, chosen, backend=backend)
 
-    empty = timer.seconds(lambda: pages.lengths.zero_())
     seconds = timer.seconds(call)
+    assert not int(pages.overflow) & 1, "an append did not fit"
     size = k.nbytes + v.nbytes + n * shape.kv_heads * pages.format.bytes_per_token
-    return {
-        "name": shape.name,
-        "us": seconds * 1e6,
-        "with_zeroing_alone_us": empty * 1e6,
-        "bytes": size,
-        "error": 1 - same,
-    }
+    result = {"name": shape.name, "us": seconds * 1e6, "bytes": size, "error": 1 - same}
+    if again:
+        result["of_which_zeroing_us"] = timer.seconds(lambda: pages.lengths.zero_()) * 1e6
+    return result
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
 """Decode attention on a GPU against bf16 SDPA (cuDNN), in one process, correctness first.
 
-python benchmarks/gpu_decode.py --json out.json
+python benchmarks/gpu_decode.py [--baseline] --json out.json
 
 Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leaves it full of dirty lines, as
 triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache; beside them
 stands how long torch takes to sum as many, which nothing is done with but to read them. --rivals also times other
-packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). Rows are added to a file that exists.
+packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). --baseline measures every row of
+baselines/gpu_decode-h200.json. Rows are added to a file that exists.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import functools
 import json
 import pathlib
 import statistics
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import gpu_rivals
 import torch
@@ -118,8 +121,28 @@ def error(q: torch.Tensor, pages: Pages, starts: torch.Tensor, scoring: Scoring)
     return float((decode(q, pages, starts, scoring)[:queries].double() - exact).norm() / exact.norm())
 
 
+BASELINE = [  # options of its rows
+    "--pages 64",
+    "--pages 64 --flush read",
+    "--shapes 2 --pages 64 --formats k2v2 k2/v2:uniform k4v2 k3/v3:minifloat k3v3 k3/v4:minifloat",
+    "--shapes 2 --pages 64 --formats k8v4 k8v8 k8:cubic/v4:minifloat k8:cubic/v4 k8:cubic/v8:cubic",
+    "--shapes 2 --pages 64 --dim 64",
+    "--shapes 2 --pages 64 --dim 64 --flush read",
+    "--shapes 2 --pages 64 --dim 256",
+    "--shapes 2 --pages 0",
+    "--shapes 2 --pages 64 --group 8 --formats k3/v3:minifloat k8v4 k8:cubic/v4:minifloat",
+    "--shapes 2 --pages 64 --queries 4",
+    "--shapes 2 --pages 64 --group 16",
+    "--shapes 2 --pages 64 --offsets",
+    "--shapes 2 --pages 64 --offsets --exact 64",
+    "--shapes 2 --pages 64 --softcap 30",
+    "--shapes 2 5 --pages 64 --tokens 128",
+]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--baseline", nargs="*", type=int, help="these lines of BASELINE, or all")
     parser.add_argument("--formats", nargs="*", default=["k4/v4:minifloat", "k4v4"])
     parser.add_argument("--pages", nargs="*", type=int, default=[64, 0], help="page sizes; 0: one page a sequence")
     parser.add_argument("--dim", type=int, default=128)
@@ -134,7 +157,18 @@ def main() -> None:
     parser.add_argument("--rivals", action="store_true", help="other packages, where they are installed")
     parser.add_argument("--json")
     args = parser.parse_args()
-    rows = []
+    lines = [""] if args.baseline is None else [BASELINE[i] for i in args.baseline or range(len(BASELINE))]
+    rows = [row for line in lines for row in measure(parser.parse_args(sys.argv[1:] + line.split()))]
+    if args.json:
+        file = pathlib.Path(args.json)
+        known = json.loads(file.read_text())["rows"] if file.exists() else []
+        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        file.write_text(json.dumps({**device, "rows": known + rows}, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times of one set of options."""
+    rows: list[dict[str, Any]] = []
     refused = {name: gpu_rivals.why_not(name) for name in gpu_rivals.RIVALS} if args.rivals else {}
     for name, reason in refused.items():
         print(f"{name}: {reason or 'is timed'}")
@@ -181,11 +215,7 @@ def main() -> None:
                     f"  {name:16} pages {page_size or 'one':>4}: {time:6.1f} us {read / time / 1e6:.2f} TB/s"
                     f" x{base / time:.2f} error {wrong:.1e}, read alone {bound:.1f} us", flush=True,
                 )  # fmt: skip
-    if args.json:
-        file = pathlib.Path(args.json)
-        known = json.loads(file.read_text())["rows"] if file.exists() else []
-        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        file.write_text(json.dumps({**device, "rows": known + rows}, indent=1) + "\n")
+    return rows
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "test_triton", "test_triton_extend", "test_triton_fast", "test_files", "test_parallel_gpu", "test_vllm_layer",
+    "test_triton_fast", "test_triton", "test_triton_extend", "test_files", "test_parallel_gpu", "test_vllm_layer",
     "test_hf_gpu",
 )  # fmt: skip
 Job = tuple[str, str, str]  # kind, name, precision or number
@@ -155,11 +155,10 @@ def call(function: Callable[..., None], arguments: dict[str, Any]) -> None:
 def jobs(names: list[str]) -> list[Job]:
     from aurakv.testing import CASES, covering_set
 
-    found: list[Job] = []
+    found: list[Job] = [("case", case.name, precision) for precision in ("fast", "exact") for case in CASES]
+    found += [("cover", case.name, "fast") for case in covering_set()]
     for module in MODULES:
         found += [("test", name, "") for name in tests_of(module)]
-    found += [("cover", case.name, "fast") for case in covering_set()]
-    found += [("case", case.name, precision) for precision in ("exact", "fast") for case in CASES]
     return [job for job in found if not names or any(name in job[1] for name in names)]
 
 

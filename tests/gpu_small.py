@@ -22,7 +22,9 @@ RUNS = [
     ("k3v3", 128, 64, 1, {}),
     ("k3/v3:minifloat", 128, 300, 1, {}),
     ("k2v2", 128, 64, 4, {}),
-    ("k8:cubic/v4", 128, 64, 1, {"scoring": kv.Scoring(softcap=20.0)}),
+    ("k2/v2:uniform", 128, 64, 1, {"scoring": kv.Scoring(window=20, sinks=4)}),  # one launch
+    ("k8v8", 64, 64, 4, {}),
+    ("k8v4", 128, 64, 1, {"scoring": kv.Scoring(softcap=20.0)}),
     ("k4v4", 128, 64, 2, {"scoring": kv.Scoring(softcap=20.0)}),  # and an offset: see below
     ("k4v4", 128, 64, 100, {}),
     ("k3v2", 64, 128, 100, {"splits": 2}),

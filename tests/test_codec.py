@@ -101,6 +101,32 @@ def test_cubic_table_is_the_best_of_its_kind(bits, excess):
         assert codebook.mse(list(nudged)) > pinned * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("bits", CODE_BITS)
+def test_uniform_table_is_the_best_of_its_kind(bits):
+    levels = codebook.table("uniform", bits)
+    assert np.allclose(np.diff(levels), levels[-1] - levels[-2], rtol=1e-5)
+    pinned = codebook.mse(levels)
+    for factor in (0.9999, 1.0001):
+        assert codebook.mse([x * factor for x in levels]) > pinned
+    assert bits > 2 or pinned / codebook.mse(codebook.lloyd_max(bits)) < 1.0117
+
+
+def test_poly13_table_is_the_best_of_its_kind():
+    """Among polynomials of x⁴: neighbours of its numbers are worse. Its float16 arithmetic costs nothing."""
+    levels = codebook.table("poly13", 8)
+    assert 1.014 < codebook.mse(levels) / codebook.mse(codebook.lloyd_max(8)) < 1.015
+    x = (2 * np.arange(256) + 1) / 256 - 1
+    numbers = codebook.POLY13[8]
+    rest = np.array(levels) / numbers[0] - x
+    assert np.abs(rest - np.float16(rest)).max() < 1e-6  # but for the rounding of levels to float32
+    a, b, c, d = numbers
+    pinned = codebook.mse(list(a * x * (1 + b * x**4 + c * x**8 + d * x**12)))
+    for i, step in ((0, 1e-3), (1, 2**-8), (2, 2**-8), (3, 2**-8)):
+        for sign in (-1, 1):
+            a, b, c, d = (n + sign * step * (i == j) for j, n in enumerate(numbers))
+            assert codebook.mse(list(a * x * (1 + b * x**4 + c * x**8 + d * x**12))) > pinned
+
+
 @pytest.mark.parametrize(("bits", "least", "most"), [(3, 0.005, 0.0052), (4, 0.06, 0.061)])
 def test_minifloat_table(bits, least, most):
     levels = codebook.table("minifloat", bits)

@@ -177,12 +177,10 @@ def test_constants():
 
     for name, bits in (("cubic", 4), ("cubic", 8), *(("lloyd-max", bits) for bits in (4, 5, 6, 8))):
         levels = codebook.table(name, bits)
-        coef = arithmetic.curve(levels)
-        x = 2 * torch.arange(2**bits, dtype=torch.float64) + 1 - 2**bits
-        t = x**2
-        if len(coef) > 2:
-            x = x / 2**bits
-            t = torch.log2(1 + 2.0**-bits - x**2)
+        power, *coef = arithmetic.curve(levels)
+        assert power == {"cubic": 2, "lloyd-max": 0}[name]
+        x = (2 * torch.arange(2**bits, dtype=torch.float64) + 1) / 2**bits - 1
+        t = x**power if power else torch.log2(1 + 2.0**-bits - x**2)
         y = x * sum(c * t**i for i, c in enumerate(coef))
         truth = torch.tensor(levels, dtype=torch.float64)
         assert ((y - truth).abs() <= 1.1 * arithmetic.FAST_ERROR * truth.abs()).all(), (name, bits)

@@ -21,14 +21,15 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from aurakv.backends.triton import fast_attend, fast_kernel, fast_levels, fast_merge  # noqa: E402
 
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
-STRAIGHT = "k2/v2:[-1.4934,-0.4978,0.4978,1.4934]"  # levels of values at equal distances
+UNIFORM = "k2/v2:uniform"
 
 
 def test_says_why_not() -> None:
     assert fast_attend.why_not_format(Format.parse(MINIFLOAT, 128)) is None
     assert fast_attend.why_not_format(Format.parse(CUBIC, 256)) is None
     assert fast_attend.why_not_format(Format.parse("k3v3", 128)) is None
-    assert "level tables" in (fast_attend.why_not_format(Format.parse("k8v4", 128)) or "")
+    assert fast_attend.why_not_format(Format.parse("k8v8", 64)) is None
+    assert "level tables" in (fast_attend.why_not_format(Format.parse("k8:lloyd-max/v4", 128)) or "")
     assert "level tables" in (fast_attend.why_not_format(Format.parse("k4:lloyd-max/v4", 128)) or "")
     for name, dim in (("k5v4", 128), ("k2v2", 64), ("k3v3", 256), ("k4v4", 80), ("k4v4:f32", 128)):
         assert "widths and dims" in (fast_attend.why_not_format(Format.parse(name, dim)) or "")
@@ -69,7 +70,8 @@ def compile_decode(
     assert levels is not None
     key, value = format.key, format.value
     fixed = {"GROUP": group, "ROWS": group, "DIM": dim, "TILE": tile, "SEQS": 32, "CLIP": True, "WINDOW": True}
-    fixed |= {"STAGES": 2, "LEVELS": levels.value.kind, "KEY_BITS": key.bits, "VALUE_BITS": value.bits}
+    fixed |= {"STAGES": 2, "KEY_LEVELS": levels.key.kind, "VALUE_LEVELS": levels.value.kind}
+    fixed |= {"KEY_BITS": key.bits, "VALUE_BITS": value.bits}
     fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": 0 if several else 2}
     fixed |= {"BALANCE": several, "ALONE": alone, "LOGITS": alone, "KEY_OFFSET": alone and not several}
     fixed |= {"VALUE_OFFSET": alone, "EXACT": alone and not several}
@@ -112,6 +114,7 @@ def compile_decode(
         (90, MINIFLOAT, 64, 64, 4, False), (90, CUBIC, 256, 32, 8, False), (100, MINIFLOAT, 128, 64, 4, False),
         (90, "k2v2", 128, 64, 4, False), (90, "k2v2", 256, 64, 8, True), (90, "k8:cubic/v4", 128, 32, 4, False),
         (90, "k8:cubic/v4", 64, 64, 8, True), (90, "k8:cubic/v8:cubic", 128, 32, 8, True),
+        (90, "k8v4", 128, 32, 4, False), (90, "k8v8", 128, 32, 8, True), (90, "k8v4", 64, 64, 4, False),
         (90, "k3v3", 128, 64, 4, False), (90, "k3v3", 128, 64, 8, True),
         (90, "k3/v3:minifloat", 128, 64, 4, False), (90, "k3v4", 128, 64, 8, False), (90, CUBIC, 64, 64, 4, False),
         (90, CUBIC, 128, 32, 16, True), (90, "k8:cubic/v8:cubic", 128, 32, 16, False), (90, "k2v4", 128, 32, 16, True),
@@ -130,7 +133,7 @@ def test_compiles_without_spills(capability: int, name: str, dim: int, tile: int
 @pytest.mark.parametrize(
     ("name", "dim", "group", "several"),
     [(CUBIC, 128, 4, False), (MINIFLOAT, 64, 1, False), (CUBIC, 256, 8, True), ("k3v3", 128, 8, True),
-     ("k2v2", 128, 2, False), (STRAIGHT, 128, 4, False)],
+     ("k2v2", 128, 2, False), (UNIFORM, 128, 4, False)],
 )  # fmt: skip
 def test_one_launch_compiles_without_spills(name: str, dim: int, group: int, several: bool) -> None:
     usage = compile_decode(90, group, dim, name, 32 if dim == 256 else 64, several, alone=True)

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -39,6 +39,13 @@ _CUBIC: dict[int, tuple[float, float]] = {
     8: (0.0158595, 6.633752e-05),
 }
 
+# level = a·(x + p), p = b·x⁵ + c·x⁹ + d·x¹³ in float16 arithmetic, with x = (2·code + 1)/2^bits − 1: (a, b, c, d), of
+# which b, c, d are float16 numbers. x and p, and so the levels but for a factor, are sums of two float16 numbers.
+POLY13: dict[int, tuple[float, float, float, float]] = {8: (2.206212, 1.0322265625, -1.6904296875, 1.7412109375)}
+
+# level = distance · (code − (2^bits − 1)/2).
+_UNIFORM = {2: 0.9956867, 3: 0.5860194, 4: 0.3352006, 5: 0.1881388, 6: 0.104063, 8: 0.03076239}
+
 # Codes read as floats of 2 exponent bits and bits − 2 mantissa bits: (scale, what lies below the last mantissa bit).
 _MINIFLOAT: dict[int, tuple[float, float]] = {3: (0.16478, 190 / 512), 4: (0.09141, 88 / 256)}
 
@@ -47,6 +54,11 @@ def float32(x: float) -> float:
     """x rounded to float32."""
     with np.errstate(over="ignore"):  # beyond the range is inf, which check_levels refuses
         return float(np.float32(x))
+
+
+def float16(x: float) -> float:
+    """x rounded to float16."""
+    return float(np.float16(x))
 
 
 def mse(levels: Sequence[float]) -> float:
@@ -76,6 +88,16 @@ def table(name: str, bits: int) -> Levels:
         a, b = _CUBIC[bits]
         steps = [i + 0.5 for i in range(2 ** (bits - 1))]
         return _mirror([a * x * (1 + b * x * x) for x in steps])
+    if name == "uniform" and bits in _UNIFORM:
+        return _mirror([_UNIFORM[bits] * (i + 0.5) for i in range(2 ** (bits - 1))])
+    if name == "poly13" and bits in POLY13:
+        a, b, c, d = POLY13[bits]
+        half = []
+        for x in ((2 * i + 1) / 2**bits for i in range(2 ** (bits - 1))):
+            s = float16(float16(x * x) ** 2)
+            u = float16(s * float16(s * d + c) + b)
+            half.append(a * (x + float16(float16(s * x) * u)))
+        return _mirror(half)
     if name == "minifloat" and bits in _MINIFLOAT:
         scale, codes = _MINIFLOAT[bits][0], 2**bits
         return _mirror(
@@ -86,12 +108,13 @@ def table(name: str, bits: int) -> Levels:
     raise InputError(f"level table must be one of {list(TABLES)} or a list of levels, got {name!r}")
 
 
-TABLES = ("lloyd-max", "int8", "cubic", "minifloat")
+TABLES = ("lloyd-max", "int8", "cubic", "poly13", "minifloat", "uniform")
 
 
 def widths(name: str) -> list[int]:
     """The widths for which a named table is defined."""
-    return list({"lloyd-max": CODE_BITS, "int8": _INT8, "cubic": _CUBIC, "minifloat": _MINIFLOAT}[name])
+    known: dict[str, Iterable[int]] = {"int8": _INT8, "cubic": _CUBIC, "poly13": POLY13, "minifloat": _MINIFLOAT}
+    return list(known.get(name, CODE_BITS))
 
 
 def check_levels(levels: Sequence[float], bits: int) -> Levels:

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from ...codebook import Levels
+from ...codebook import POLY13, Levels, table
 
 FAST_ERROR = 3e-5  # of a level, relative: below what rounding to float16 costs
 KEY_ERROR = 1.5e-4  # of a key's level in float16, relative
@@ -31,12 +31,11 @@ def float16_unit(levels: Levels) -> float:
 
 @functools.cache
 def curve(levels: Levels) -> tuple[float, ...]:
-    """Coefficients of an arithmetic for the levels, within FAST_ERROR; () if there is none short enough.
-
-    Two are those of `cubic`. More are those of a polynomial p with level = x·p(log2(1 + 1/n − x²)),
-    x = (2·code + 1)/n − 1: the best levels for a normal distribution follow its quantiles, which grow like that.
+    """An arithmetic for the levels, within FAST_ERROR: as `polynomial`, or (0, c0, c1, …) with level = x·(c0 + c1·t +
+    c2·t² + …), t = log2(1 + 1/n − x²): the best levels for a normal distribution follow its quantiles, which grow like
+    that. () if there is none short enough.
     """
-    coef = cubic(levels)
+    coef = polynomial(levels)
     if coef or not symmetric(levels):
         return coef
     n, half = len(levels), np.array(levels[len(levels) // 2 :])
@@ -50,21 +49,24 @@ def curve(levels: Levels) -> tuple[float, ...]:
             found = np.linalg.lstsq(powers * weight[:, None], half * weight, rcond=None)[0]
             error = np.abs(powers @ np.float32(found) - half) / half
             if error.max() <= FAST_ERROR:
-                return tuple(float(np.float32(c)) for c in found)
+                return (0, *(float(np.float32(c)) for c in found))
             weight = weight * (0.3 + error / error.max())
     return ()
 
 
 @functools.cache
-def cubic(levels: Levels) -> tuple[float, ...]:
-    """(a, b) with level = x·(a + b·x²), x = 2·code + 1 − n, if that is exact but for rounding."""
+def polynomial(levels: Levels) -> tuple[float, ...]:
+    """With x = (2·code + 1)/n − 1, (2, a, b) if level = x·(a + b·x²) but for rounding; (13, a, b, c, d) for the table
+    `poly13`, which has these numbers; else ()."""
+    if levels == table("poly13", 8):
+        return (13, *POLY13[8])
     if not symmetric(levels):
         return ()
     half = np.array(levels[len(levels) // 2 :])
-    x = 2 * np.arange(len(half)) + 1.0
+    x = (np.arange(len(half)) + 0.5) / len(half)
     found = np.linalg.lstsq(np.stack([x, x**3], 1) / x[:, None], half / x, rcond=None)[0]
     exact = np.abs(np.stack([x, x**3], 1) @ found - half) <= 1e-7 * half
-    return tuple(float(np.float32(c)) for c in found) if exact.all() else ()
+    return (2, *(float(np.float32(c)) for c in found)) if exact.all() else ()
 
 
 @functools.cache

@@ -111,21 +111,45 @@ def log2(x):
 
 
 @triton.jit
+def centred(code, BITS: tl.constexpr):
+    """(2·code + 1) / 2^BITS − 1, exactly. n | 2^23 as bits is the float 2^23 + n: no integer conversion."""
+    return (code << 1 | 0x4B000001).to(tl.float32, bitcast=True) * 2**-BITS - (8388608.0 * 2**-BITS + 1)
+
+
+@triton.jit
+def fused(a, b, c):
+    """a·b + c in float16, rounded once."""
+    if INTERPRETED:  # numbers like these have exact sums in float64
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float16)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def poly13(x, COEF: tl.constexpr):
+    """What the table `poly13` adds to x, in the same float16 arithmetic."""
+    s = x * x
+    s = s * s
+    u = fused(s, tl.full(x.shape, COEF[4], tl.float16), tl.full(x.shape, COEF[3], tl.float16))
+    u = fused(s, u, tl.full(x.shape, COEF[2], tl.float16))
+    return (s * x) * u
+
+
+@triton.jit
 def to_levels(code, p_levels, BITS: tl.constexpr, COEF: tl.constexpr):
     """The float32 level of each code."""
     if len(COEF) == 0:
         return tl.load(p_levels + code.to(tl.int32))
     else:
-        # n | 2^23 as bits is the float 2^23 + n: no integer conversion; x is odd, twice the distance from the middle
-        x = (code << 1 | 0x4B000001).to(tl.float32, bitcast=True) - (8388608.0 + 2**BITS)
-        if len(COEF) == 2:
-            t = x * x
-        else:
-            x = x * 2**-BITS
-            t = log2((1 + 2**-BITS) - x * x)
+        x = centred(code, BITS)
+        if COEF[0] == 13:
+            return COEF[1] * (x + poly13(x.to(tl.float16), COEF).to(tl.float32))
+        t = x * x
+        if COEF[0] == 0:
+            t = log2((1 + 2**-BITS) - t)
         y = tl.full(code.shape, COEF[len(COEF) - 1], tl.float32)
-        for i in tl.static_range(1, len(COEF)):
-            y = y * t + COEF[len(COEF) - 1 - i]
+        for i in tl.static_range(2, len(COEF)):
+            y = y * t + COEF[len(COEF) - i]
         return y * x
 
 
@@ -207,14 +231,17 @@ def load_level_pairs(p_row, m_row, p_levels, SIDE: tl.constexpr):
     COEF: tl.constexpr = SIDE.coef
     low, high = load_codes(p_row, m_row, SIDE)
     code = stack_codes(low, high, BITS)
-    if len(COEF) > 0:
-        level = to_levels(code, p_levels, BITS, COEF) * SIDE.unit
-        first = level.to(tl.float16)
-        return first, (level - first.to(tl.float32)).to(tl.float16)
-    else:
+    if len(COEF) == 0:
         word = tl.load(p_levels + code.to(tl.int32))
         first = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
         return first, ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    elif COEF[0] == 13:  # SIDE.unit is 1 / COEF[1]
+        first = centred(code, BITS).to(tl.float16)
+        return first, poly13(first, COEF)
+    else:
+        level = to_levels(code, p_levels, BITS, COEF) * SIDE.unit
+        first = level.to(tl.float16)
+        return first, (level - first.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from ...pages import Pages
 from ...partial import Partial
 from ...scoring import Scoring
 from . import tables
-from .arithmetic import cubic, integers
+from .arithmetic import integers, polynomial
 from .extend_decode import key_asm, value_asm
 from .extend_kernel import extend_kernel
 from .fast_levels import minifloat_step
@@ -97,8 +97,8 @@ def _value(codec: Codec) -> tuple[tuple[int, str], float, bool] | None:
     levels = codec.levels
     if codec.bits < 4:
         return (codec.bits, value_asm("table", levels)), 1.0, False
-    if coef := cubic(levels):  # of twice the distance from the middle
-        return (4, value_asm("cubic", (2 * coef[0], 8 * coef[1]))), 1.0, True
+    if coef := polynomial(levels):  # of the distance from the middle over 8
+        return (4, value_asm("cubic", (coef[1] / 8, coef[2] / 512))), 1.0, True
     found = minifloat_step(levels)
     return None if found is None or found > 0.9 * 65536 else ((4, value_asm("minifloat", ())), found, True)
 

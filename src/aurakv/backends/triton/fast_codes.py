@@ -5,7 +5,8 @@ as bytes, `prmt(low, w)` gives the level of codes below 8 (and −1 for the othe
 whose selector has bit 3 set), `prmt(high + 1, w ^ 0x8888)` gives level + 1 of the codes from 8 on and 0 for the others.
 Their sum is the level; a second integer MMA does the addition. Of 2 bits: codes under masks are selectors, one MMA. Of
 3 bits: 12 bytes of a row belong to a lane. Codes 4k + r lie 12 bits apart, so that in the three words, laid over each
-other, each has a nibble of its own; queries follow that order. Of 8 bits: a cubic in float16, `_key_cubic`.
+other, each has a nibble of its own; queries follow that order. Of 8 bits: a polynomial in float16, `_key_cubic` and
+`_key_poly13`.
 
 Values. `ldmatrix.trans` on 16-bit units gives registers [token t: a unit | token t+1: the same unit]; code i of both
 halves is one half2. MINIFLOAT: a 4-bit code at bits 8-11 of a half (3 bits: 9-11) is a small float f(code); level =
@@ -87,6 +88,39 @@ def _key_cubic() -> str:
     return "\n".join([*lines, "}"])
 
 
+def _odd_bytes() -> list[str]:
+    """x0, x1: (code − 127.5) / 128 of the first and of the second byte of both units in w."""
+    lines = [f"mov.b32 unit, {half2(1 / 128)}; mov.b32 middle, {half2(-5.0)};"]
+    lines += ["shl.b32 x0, w, 1;", "shr.u32 x1, w, 7;"]
+    for i in range(2):  # 512 + (2·code + 1) / 2
+        lines += [f"lop3.b32 x{i}, x{i}, 0x01FE01FE, 0x60016001, 0xEA;", f"fma.rn.f16x2 x{i}, x{i}, unit, middle;"]
+    return lines
+
+
+def _poly13(i: int, b: str, c: str, d: str) -> list[str]:
+    """s: x⁴ of x{i}; u: b + c·s + d·s²."""
+    lines = [f"mul.rn.f16x2 s, x{i}, x{i};", "mul.rn.f16x2 s, s, s;"]
+    return [*lines, f"fma.rn.f16x2 u, s, {d}, {c};", f"fma.rn.f16x2 u, s, u, {b};"]
+
+
+def _key_poly13() -> str:
+    """$0 $1: x of codes 0 and 1; $2 $3: b·x⁵ + c·x⁹ + d·x¹³, rounded as the table `poly13` says: both are exact. $4:
+    two units. $5 $7 $9: b, c, d, twice each."""
+    lines = ["{", ".reg .b32 w, unit, middle, x0, x1, s, u;", "mov.b32 w, $4;", *_odd_bytes()]
+    for i in range(2):
+        lines += [*_poly13(i, "$5", "$7", "$9"), f"mul.rn.f16x2 s, s, x{i};"]
+        lines += [f"mul.rn.f16x2 ${i + 2}, s, u;", f"mov.b32 ${i}, x{i};"]
+    return "\n".join([*lines, "}"])
+
+
+def _value_poly13() -> str:
+    """$0 $1: x + b·x⁵ + c·x⁹ + d·x¹³ of codes 0 and 1. $2: two units. $3 $5 $7: b, c, d in both halves."""
+    lines = ["{", ".reg .b32 w, unit, middle, x0, x1, s, u;", "mov.b32 w, $2;", *_odd_bytes()]
+    for i in range(2):
+        lines += [*_poly13(i, "$3", "$5", "$7"), f"mul.rn.f16x2 s, s, x{i};", f"fma.rn.f16x2 ${i}, s, u, x{i};"]
+    return "\n".join([*lines, "}"])
+
+
 def _value_cubic8() -> str:
     """$0 $1: c3·z³ + c2·z² + c1·z + c0 of codes 0 and 1. $2: two units. $3 $5 $7 $9: c0 … c3 in both halves."""
     lines = ["{", ".reg .b32 w, magic, unit, middle, y0, y1, t;", "mov.b32 w, $2;", *_bytes_to_halves()]
@@ -144,6 +178,8 @@ _VALUE_CUBIC8 = gl.constexpr(_value_cubic8())
 _VALUE_BITS = gl.constexpr(_value_bits((0x00030003, 0x00020002)))
 _VALUE_LINE = gl.constexpr(_value_bits((0x00030003,)))
 _KEY_CUBIC = gl.constexpr(_key_cubic())
+_KEY_POLY13 = gl.constexpr(_key_poly13())
+_VALUE_POLY13 = gl.constexpr(_value_poly13())
 
 
 def _triple(at: str) -> list[str]:
@@ -295,6 +331,21 @@ def key_levels8(units, c0, c1, c2, c3):
     return gl.inline_asm_elementwise(
         _KEY_CUBIC, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [units, c0, c1, c2, c3],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def key_levels_poly13(units, b, c, d):
+    """The same for `poly13`."""
+    return gl.inline_asm_elementwise(
+        _KEY_POLY13, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", [units, b, c, d],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def value_levels_poly13(units, b, c, d):
+    return gl.inline_asm_elementwise(
+        _VALUE_POLY13, "=&r,=&r,r,r,r,r,r,r,r", [units, b, c, d],
+        dtype=(gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
 
 
 @gluon.jit

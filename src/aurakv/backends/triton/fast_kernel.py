@@ -15,8 +15,9 @@ In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] in
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job. If ALONE, program and piece p
      are job p, and the program does what `fast_merge` would, with its arguments.
-Constexprs: ROWS of a job: GROUP, or 8 or 16 if SEVERAL (blocks or queries). LEVELS: how values are decoded; CLIP,
-     WINDOW, SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles, 2: one, of 3 bits.
+Constexprs: ROWS of a job: GROUP, or 8 or 16 if SEVERAL (blocks or queries). KEY_LEVELS, VALUE_LEVELS: kinds of
+     fast_levels; CLIP, WINDOW, SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles,
+     2: one, of 3 bits.
 The launcher guarantees: ROWS ≤ 16, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
 kernel and its first three parameters are known to `fast_ring`.
 """
@@ -115,10 +116,10 @@ def fast_decode(
     exact_values, seqs, tokens, kv_heads, width, pinned, page_tiles, first, recent, window, sinks, cap,
     score_scale, bias_scale, value_scale, value_shift, q_stride, programs, piece_size, page_size, keys_at, values_at,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
-    LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr, WINDOW: gl.constexpr,
-    SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr,
-    WHOLE: gl.constexpr, BALANCE: gl.constexpr, ALONE: gl.constexpr, LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr,
-    VALUE_OFFSET: gl.constexpr, EXACT: gl.constexpr,
+    KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr,
+    WINDOW: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr,
+    STAGES: gl.constexpr, WHOLE: gl.constexpr, BALANCE: gl.constexpr, ALONE: gl.constexpr, LOGITS: gl.constexpr,
+    KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     KU: gl.constexpr = DIM * KEY_BITS // 16
     PLANES: gl.constexpr = query_planes(KEY_BITS, DIM)
@@ -260,7 +261,7 @@ def fast_decode(
             wait_for(bar, phase)
             keys_in = rest if KEY_BITS == 3 else box
             values_in = (rest if VALUE_BITS == 3 else box) + SLOT.values
-            score = raw_scores(keys_in, queries, key_constants, KEY_BITS, TILE, KU, HEADS, mma)
+            score = raw_scores(keys_in, queries, key_constants, KEY_BITS, KEY_LEVELS, TILE, KU, HEADS, mma)
             key_scale = read_scales(rest + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
             b_scale = read_scales(rest + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
             key_scale = finite(key_scale)
@@ -312,7 +313,7 @@ def fast_decode(
                 total_weight += gl.sum(gl.sum(p.reshape([HEADS, TILE // 8, 4, 2]), 3), 1)
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
-            sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, LEVELS, mma)
+            sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, VALUE_LEVELS, mma)
             if cursor[0] > 0:
                 fetch(cursor, page, slot, rows, ring, kv_heads, SLOT, STAGES, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)

@@ -12,9 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .fast_codes import in_order3, key_levels2, key_levels3, key_levels4, key_levels8
+from . import fast_levels
+from .fast_codes import in_order3, key_levels2, key_levels3, key_levels4, key_levels8, key_levels_poly13
 from .fast_layouts import key_half_layout, key_layout
 from .fast_reads import in_octets, read_keys, triples
+
+POLY13 = gl.constexpr(fast_levels.POLY13)
 
 
 @gluon.constexpr_function
@@ -126,8 +129,11 @@ def scores3(tile, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr
 
 
 @gluon.jit
-def scores8(keys, queries, constants, s, HEADS: gl.constexpr, mma: gl.constexpr):
-    z0, z1, g0, g1 = key_levels8(keys, constants[0], constants[1], constants[2], constants[3])
+def scores8(keys, queries, constants, s, LEVELS: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    if LEVELS == POLY13:
+        z0, z1, g0, g1 = key_levels_poly13(keys, constants[0], constants[1], constants[2])
+    else:
+        z0, z1, g0, g1 = key_levels8(keys, constants[0], constants[1], constants[2], constants[3])
     s = multiply(z0, queries[0], s, HEADS, mma)
     s = multiply(g0, queries[0], s, HEADS, mma)
     s = multiply(z1, queries[1], s, HEADS, mma)
@@ -143,8 +149,8 @@ def both_parts(s):
 
 @gluon.jit
 def raw_scores(
-    at, queries, constants, BITS: gl.constexpr, TILE: gl.constexpr, U: gl.constexpr, HEADS: gl.constexpr,
-    mma: gl.constexpr,
+    at, queries, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, TILE: gl.constexpr, U: gl.constexpr,
+    HEADS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [HEADS, TILE], float32.
 
@@ -157,7 +163,7 @@ def raw_scores(
         keys = read_keys(at, TILE, U)
         keys = gl.permute(keys.reshape([TILE, U // 32, 4, 4, 2]), (0, 1, 3, 2, 4)).reshape([TILE, U])
         keys = gl.convert_layout(keys, key_half_layout(TILE, U), assert_trivial=True)
-        s = scores8(keys, queries, constants, s, HEADS, mma)
+        s = scores8(keys, queries, constants, s, LEVELS, HEADS, mma)
     else:
         keys = read_keys(at, TILE, U)
         if U > 16:

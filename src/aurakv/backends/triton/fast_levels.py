@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 from ...codebook import Levels as Table
 from ...codec import Codec, Format
-from .arithmetic import integers
+from .arithmetic import integers, polynomial
 
 MINIFLOAT_TAIL = {3: 190, 4: 88}  # bits under a minifloat code, which lies at bits 9-11 or 8-11 of a float16 number
 
-KEY_ERROR = 2e-4  # of the cubic's leading coefficient in float16, relative
+KEY_ERROR = 2e-4  # of a leading coefficient in float16, relative
 
-MINIFLOAT, CUBIC, BITS, LINE = range(4)  # how values become levels
+INTEGER, MINIFLOAT, CUBIC, POLY13, BITS, LINE = range(6)  # how codes become levels
 
 
 class KeyLevels(NamedTuple):
     """A key level is a number that the kernel makes from the code and these words, times `step`."""
 
+    kind: int
     step: float
     words: tuple[int, ...]
 
@@ -64,7 +65,8 @@ def half(x: float) -> float:
 
 def _key_levels(codec: Codec) -> KeyLevels | None:
     if codec.bits == 8:
-        return _key_cubic(codec.levels)
+        poly = _poly13(codec.levels)
+        return _key_cubic(codec.levels) if poly is None else KeyLevels(POLY13, *poly)
     found = integers(codec.levels)
     if found is None:
         return None
@@ -74,7 +76,8 @@ def _key_levels(codec: Codec) -> KeyLevels | None:
             return None
         table = table[:8] + [n + 1 for n in table[8:]]
     quarters = [table[at : at + 4] for at in range(0, len(table), 4)]
-    return KeyLevels(step, tuple(sum((n & 255) << 8 * i for i, n in enumerate(quarter)) for quarter in quarters))
+    words = tuple(sum((n & 255) << 8 * i for i, n in enumerate(quarter)) for quarter in quarters)
+    return KeyLevels(INTEGER, step, words)
 
 
 def _key_cubic(levels: Table) -> KeyLevels | None:
@@ -86,7 +89,13 @@ def _key_cubic(levels: Table) -> KeyLevels | None:
     coefficients = ((0.5 + bend / 8) / 128, 0.75 * bend, 1.5 * bend * 128, bend * 128 * 128)
     if abs(half(coefficients[3]) / coefficients[3] - 1) > KEY_ERROR:
         return None
-    return KeyLevels(unit * 128, tuple(half2(c) for c in coefficients))
+    return KeyLevels(CUBIC, unit * 128, tuple(half2(c) for c in coefficients))
+
+
+def _poly13(levels: Table) -> tuple[float, tuple[int, ...]] | None:
+    """Step and words of the table `poly13`."""
+    kind, *numbers = polynomial(levels) or (0,)
+    return (numbers[0], tuple(half2(x) for x in numbers[1:])) if kind == 13 else None
 
 
 def _bend(levels: Table) -> tuple[float, float] | None:
@@ -113,6 +122,9 @@ def _value_levels(codec: Codec) -> ValueLevels | None:
         step = minifloat_step(codec.levels)
         if step is not None:
             return ValueLevels(MINIFLOAT, step, 0.0, (0xFFFFFFFF,))
+    poly = _poly13(codec.levels)
+    if poly is not None:
+        return ValueLevels(POLY13, poly[0], 0.0, poly[1])
     found = _bend(codec.levels)
     if found is None:
         return None

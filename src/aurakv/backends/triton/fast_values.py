@@ -21,6 +21,7 @@ from .fast_codes import (
     value_levels_cubic8,
     value_levels_minifloat,
     value_levels_minifloat3,
+    value_levels_poly13,
     value_line,
 )
 from .fast_primitives import (
@@ -35,8 +36,8 @@ from .fast_primitives import (
 from .fast_reads import in_octets, read_values, triples
 
 MINIFLOAT = gl.constexpr(fast_levels.MINIFLOAT)
-BITWISE = gl.constexpr(fast_levels.BITS)
 LINE = gl.constexpr(fast_levels.LINE)
+POLY13 = gl.constexpr(fast_levels.POLY13)
 
 
 @gluon.jit
@@ -119,7 +120,10 @@ def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr,
         v0, v1, v2, v3 = value_levels_cubic(values, constants[0])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1]), mma_v2(v2, w, sums[2]), mma_v2(v3, w, sums[3])
     else:
-        v0, v1 = value_levels_cubic8(values, constants[0], constants[1], constants[2], constants[3])
+        if LEVELS == POLY13:
+            v0, v1 = value_levels_poly13(values, constants[0], constants[1], constants[2])
+        else:
+            v0, v1 = value_levels_cubic8(values, constants[0], constants[1], constants[2], constants[3])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1])
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...codebook import Levels
 from ...codec import Codec
 from ...rotation import hadamard, signs
-from .arithmetic import cubic, curve, float16_unit, nibble_asm
+from .arithmetic import curve, float16_unit, nibble_asm, polynomial
 from .codes import INTERPRETED
 from .grids import cell_tensor, grid_tensor, groups_asm, square_table, wide_cells
 
@@ -119,7 +119,8 @@ def side(codec: Codec, exact: bool, query: torch.dtype, key: bool = False) -> Si
         factor = float16_unit(codec.levels) if key else 1.0
         if not factor:
             coef = curve(codec.levels)
-            return Side(*shape, width, width // 8, coef, "", PAIR_UNIT, True, tl.float16, "tf32x3")
+            unit = 1 / coef[1] if coef[:1] == (13,) else PAIR_UNIT  # that table has pairs itself
+            return Side(*shape, width, width // 8, coef, "", unit, True, tl.float16, "tf32x3")
         asm = "" if INTERPRETED.value else nibble_asm(codec.levels, codec.bits, factor)
         coef = () if asm else curve(codec.levels)
         return Side(*shape, width, width // 8, coef, asm, factor, False, tl.float16, "tf32x3")
@@ -143,7 +144,7 @@ def encoder(codec: Codec, source: torch.dtype, changed: bool) -> Encoder:
         width,
         width // 8,
         chunk,
-        cubic(codec.levels),
+        polynomial(codec.levels),
         codec.scale == "lsq",
         unit(codec),
         _halvings(codec.dim),
