@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aurakv as kv
-from aurakv.calibrate import Moments, Turns, measured
+from aurakv.calibrate import Moments, Turns, measured, wider
 from aurakv.policy import LayerPolicy, Policy, shipped
 
 
@@ -273,3 +273,12 @@ def test_the_default_ring_is_the_same_everywhere():
         kept = Kept.of(window, rollback=ROLLBACK)
         assert ring._table.kept == kept
         assert Layer(2, (64, 64), window).held(format, 2**20) == 2 * kept.width(64) * format.layout(64).bytes
+
+
+def test_wider_keys():
+    """GPUs skip widths that they read slowly."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert wider(4, cpu) == [5, 6, 8, 16]
+    assert wider(3, gpu) == [4, 8, 16]
+    assert wider(5, gpu) == [8, 16]
+    assert wider(16, cpu) == wider(16, gpu) == [16]
