@@ -17,7 +17,7 @@ import functools
 import json
 import pathlib
 import statistics
-import sys
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -157,13 +157,24 @@ def main() -> None:
     parser.add_argument("--rivals", action="store_true", help="other packages, where they are installed")
     parser.add_argument("--json")
     args = parser.parse_args()
-    lines = [""] if args.baseline is None else [BASELINE[i] for i in args.baseline or range(len(BASELINE))]
-    rows = [row for line in lines for row in measure(parser.parse_args(sys.argv[1:] + line.split()))]
-    if args.json:
-        file = pathlib.Path(args.json)
-        known = json.loads(file.read_text())["rows"] if file.exists() else []
-        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        file.write_text(json.dumps({**device, "rows": known + rows}, indent=1) + "\n")
+    if args.baseline is None:
+        return save(args.json, measure(args))
+    if vars(args) != {**vars(parser.parse_args([])), "baseline": args.baseline, "json": args.json}:
+        parser.error("--baseline has its own options")
+    for line in args.baseline or range(len(BASELINE)):
+        save(args.json, measure(parser.parse_args(BASELINE[line].split())))
+
+
+def save(path: str | None, rows: list[dict[str, Any]]) -> None:
+    """Add rows to those of a file, each with the commit that it is of."""
+    if path is None:
+        return
+    file = pathlib.Path(path)
+    known = json.loads(file.read_text())["rows"] if file.exists() else []
+    run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    new = [{**row, "commit": run.stdout.strip()} for row in rows]
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    file.write_text(json.dumps({**device, "rows": known + new}, indent=1) + "\n")
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--formats", nargs="+", default=["k16v16", "k8:cubic/v8:cubic", "k4v4"])
-    parser.add_argument("--rates", type=float, nargs="+", default=[4.5e12, 3.6e12, 3.1e12], help="bytes a second read")
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.5e12, 3.6e12, 3.3e12], help="bytes a second read")
     parser.add_argument(
         "--model", type=int, nargs=4, default=[80, 64, 8, 128], metavar=("LAYERS", "HEADS", "KV", "DIM")
     )

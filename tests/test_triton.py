@@ -34,6 +34,7 @@ INTERPRETED = [
     ("offset-5-bits", "exact"),
     ("width-k6v16", "fast"),
     ("width-k3v8", "fast"),
+    ("width-k8v4", "fast"),
     ("bfloat16", "fast"),
     ("threshold", "fast"),
 ]

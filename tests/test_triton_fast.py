@@ -28,7 +28,6 @@ MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
 THREE = ["k3v3", "k3/v3:minifloat", "k3v4", "k4v3", "k8v3"]  # bits, copied and read in their own way
 FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8v4", "k8v8", "k8:cubic/v8:cubic", "k4v2", "k2v4", *THREE]
 UNIFORM = "k2/v2:uniform"
-LIMIT = {"k2": 1e-3, "k3": 1e-3, "k4": 1e-3, "k8": 4e-3}  # float16 holds levels of 8 bits to 1e-4
 
 
 def make_pages(
@@ -94,6 +93,11 @@ def close(fast: Partial, exact: Partial, limit: float = 1.5e-3) -> None:
     assert bool((error <= (limit + rounding) * norm + 1e-6).all()), float((error / norm.clamp_min(1e-9)).max())
 
 
+def limit_of(name: str) -> float:
+    """float16 arithmetic makes cubic levels of 8 bits to 1e-4, all others exactly."""
+    return 4e-3 if name.startswith("k8:cubic") else 1e-3
+
+
 @contextlib.contextmanager
 def launches() -> Iterator[list[str]]:
     """The names of the kernels that run meanwhile."""
@@ -116,7 +120,7 @@ def launches() -> Iterator[list[str]]:
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 12, 16])
 def test_groups(name: str, group: int) -> None:
     pages = make_pages(name, 128, [1, 64, 63, 0, 200, 1000], 2, 64)
-    close(*run(make_queries(pages, group), pages), limit=LIMIT[name[:2]])
+    close(*run(make_queries(pages, group), pages), limit=limit_of(name))
 
 
 @needs_gpu
@@ -124,7 +128,7 @@ def test_groups(name: str, group: int) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 12])
 def test_short_contexts_take_one_launch(name: str, group: int) -> None:
     """By what pages can hold or by what a window shows; the same as in pieces."""
-    limit = LIMIT[name[:2]]
+    limit = limit_of(name)
     short = with_offsets(make_pages(name, 128, [1, 64, 63, 0, 33, 40], 2, 64, capacity=64))
     long = make_pages(name, 128, [700, 1000, 3, 0, 90, 64], 2, 64)
     sinks = torch.randn(2 * group, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
@@ -143,7 +147,7 @@ def test_short_contexts_take_one_launch(name: str, group: int) -> None:
 
 @needs_gpu
 def test_many_short_contexts_take_one_launch() -> None:
-    """Where sequences alone are as many programs as the device runs, up to 512 tokens."""
+    """Where sequences alone keep the device busy, up to 512 tokens."""
     pages = make_pages(CUBIC, 128, [(37 * i) % 513 for i in range(256)], 2, 64, capacity=512)
     with launches() as ran:
         close(*run(make_queries(pages, 4), pages))
@@ -173,7 +177,7 @@ def test_three_bits(name: str, page_size: int, group: int) -> None:
     """Pages of whole tiles of 32 and 64 tokens, and contexts of which the last tile is not whole."""
     lengths = [700, page_size, 3, 0, 333] if page_size < 333 else [page_size, 7, 320, 0, page_size - 1]
     pages = make_pages(name, 128, lengths, 2, page_size)
-    limit = LIMIT[name[:2]]
+    limit = limit_of(name)
     close(*run(make_queries(pages, group), pages), limit=limit)
     close(*run(make_queries(pages, group), pages, Scoring(window=70, sinks=5, first=2, recent=3)), limit=limit)
     q = torch.randn(8, 2 * group, 128, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
@@ -204,7 +208,7 @@ def test_dims(dim: int, dtype: torch.dtype, group: int) -> None:
 @pytest.mark.parametrize("group", [4, 8])
 def test_widths_of_other_dims(name: str, dim: int, group: int) -> None:
     pages = make_pages(name, dim, [100, 1500], 2, 32)
-    close(*run(make_queries(pages, group), pages), limit=LIMIT[name[:2]])
+    close(*run(make_queries(pages, group), pages), limit=limit_of(name))
 
 
 def with_offsets(pages: Pages, key: bool = True, value: bool = True) -> Pages:
@@ -235,8 +239,8 @@ def test_offsets(group: int, key: bool, value: bool) -> None:
 def test_soft_cap(name: str, group: int, offsets: bool) -> None:
     pages = make_pages(name, 128, [300, 0, 64, 1000], 2, 64)
     pages = with_offsets(pages) if offsets else pages
-    close(*run(make_queries(pages, group), pages, Scoring(softcap=20.0)), limit=LIMIT[name[:2]])
-    close(*run(make_queries(pages, group, size=5.0), pages, Scoring(softcap=3.0)), limit=LIMIT[name[:2]])
+    close(*run(make_queries(pages, group), pages, Scoring(softcap=20.0)), limit=limit_of(name))
+    close(*run(make_queries(pages, group, size=5.0), pages, Scoring(softcap=3.0)), limit=limit_of(name))
 
 
 @needs_gpu

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from aurakv.backends.triton import fast_attend, fast_kernel, fast_levels, fast_merge  # noqa: E402
+from aurakv.backends.triton import (  # noqa: E402
+    extend,
+    fast_attend,
+    fast_codes,
+    fast_kernel,
+    fast_levels,
+    fast_merge,
+)
 
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
 UNIFORM = "k2/v2:uniform"
@@ -34,6 +42,85 @@ def test_says_why_not() -> None:
     for name, dim in (("k5v4", 128), ("k2v2", 64), ("k3v3", 256), ("k4v4", 80), ("k4v4:f32", 128)):
         assert "widths and dims" in (fast_attend.why_not_format(Format.parse(name, dim)) or "")
     assert "same dim" in (fast_attend.why_not_format(Format.parse("k4v4", (128, 64))) or "")
+
+
+def table(levels: list[float]) -> str:
+    return str(levels).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"k8:{table([(i - 127.5) * (1 + 10 * (i - 127.5) ** 2) for i in range(256)])}/v4",
+        f"k4/v8:{table([(i - 127.5) * (1 + 10 * (i - 127.5) ** 2) for i in range(256)])}",
+        "k2v2:[-1.00001,-1,1,1.00001]",
+        "k2:[0,0,0,0]/v2",
+        f"k4v4:{table([(i - 7.5) * 1e30 for i in range(16)])}",
+    ],
+)  # fmt: skip
+def test_tables_beyond_float16_are_refused_or_served(name: str) -> None:
+    """Legal tables of users: a reason or an arithmetic, never an error."""
+    format = Format.parse(name, 128)
+    assert (fast_levels.levels(format) is None) == (fast_attend.why_not_format(format) is not None)
+    assert (extend.why_not_format(format) is None) == (format.value.bits == 2 and any(format.key.levels))
+
+
+def test_uniform_tables_are_served() -> None:
+    for name in ("k8:uniform/v8:uniform", "k4:uniform/v4:uniform", "k3:uniform/v3:uniform", UNIFORM):
+        assert fast_attend.why_not_format(Format.parse(name, 128)) is None
+
+
+def run_halves(assembly: str, given: dict[str, int]) -> dict[str, int]:
+    """Registers after assembly whose operations work on the two halves of words, or on their bits."""
+    known = dict(given)
+
+    def halves(word: int) -> np.ndarray:
+        return np.array([word & 0xFFFF, word >> 16], np.uint16).view(np.float16).astype(np.float64)
+
+    def joined(x: np.ndarray) -> int:
+        low, high = x.astype(np.float16).view(np.uint16).tolist()
+        return int(low) | int(high) << 16
+
+    for statement in filter(None, map(str.strip, assembly.strip("{}\n").replace("\n", " ").split(";"))):
+        name, rest = statement.split(None, 1)
+        if name == ".reg":
+            continue
+        to, *words = (word.strip() for word in rest.split(","))
+        a, *others = (known[word] if word in known else int(word, 0) for word in words)
+        if name == "mov.b32":
+            known[to] = a
+        elif name == "shl.b32":
+            known[to] = a << others[0] & 0xFFFFFFFF
+        elif name == "shr.u32":
+            known[to] = a >> others[0]
+        elif name == "lop3.b32" and others[2] == 0xEA:
+            known[to] = a & others[0] | others[1]
+        elif name == "mul.rn.f16x2":
+            known[to] = joined(halves(a) * halves(others[0]))
+        else:
+            assert name == "fma.rn.f16x2", name  # products and sums of these numbers are exact in float64
+            known[to] = joined(halves(a) * halves(others[0]) + halves(others[1]))
+    return known
+
+
+def test_poly13_is_exact() -> None:
+    """The assembly for keys makes exactly the table's levels but for its step, that for values rounds them once."""
+    format = Format.parse("k8v8", 128)
+    levels = fast_levels.levels(format)
+    assert levels is not None
+    b, c, d = levels.key.words
+    key, value = (getattr(fast_codes, name).value for name in ("_KEY_POLY13", "_VALUE_POLY13"))
+    for code in range(0, 256, 2):  # two codes of a unit, two units
+        units = code | (code + 1) << 8 | (255 - code) << 16 | (254 - code) << 24
+        keys = run_halves(key, {"$4": units, "$5": b, "$7": c, "$9": d})
+        values = run_halves(value, {"$2": units, "$3": b, "$5": c, "$7": d})
+        for i, codes in enumerate(((code, 255 - code), (code + 1, 254 - code))):
+            pairs = [np.array([keys[f"${j}"]], np.uint32).view(np.float16).astype(np.float64) for j in (i, i + 2)]
+            made = np.array([values[f"${i}"]], np.uint32).view(np.float16)
+            exact = pairs[0] + pairs[1]
+            wanted = np.array([format.key.levels[n] for n in codes])
+            assert np.array_equal(np.float32(exact * levels.key.step), np.float32(wanted))
+            assert np.abs(made.astype(np.float64) - exact).max() <= 2**-11 * np.abs(exact).max()
 
 
 EVEN = {3: "[-3.5,-2.5,-1.5,-0.5,0.5,1.5,2.5,3.5]", 4: str([i - 7.5 for i in range(16)]).replace(" ", "")}
@@ -62,9 +149,16 @@ def compile_kernel(kernel: Any, types: dict[str, str], fixed: dict[str, Any], ca
 
 
 def compile_decode(
-    capability: int, group: int, dim: int, name: str, tile: int, several: bool, alone: bool = False
+    capability: int,
+    group: int,
+    dim: int,
+    name: str,
+    tile: int,
+    several: bool,
+    alone: bool = False,
+    show: str = "-res-usage",
 ) -> str:
-    """Resource usage of the decode kernel, compiled without a GPU."""
+    """What cuobjdump shows of the decode kernel, compiled without a GPU."""
     format = Format.parse(name, dim)
     levels = fast_levels.levels(format)
     assert levels is not None
@@ -103,7 +197,7 @@ def compile_decode(
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [str(binaries / "cuobjdump"), "-res-usage", file.name]
+        command = [str(binaries / "cuobjdump"), show, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -139,6 +233,31 @@ def test_one_launch_compiles_without_spills(name: str, dim: int, group: int, sev
     usage = compile_decode(90, group, dim, name, 32 if dim == 256 else 64, several, alone=True)
     print(usage.strip().splitlines()[-1])
     assert "STACK:0" in usage
+
+
+def instructions(sass: str) -> tuple[list[str], range]:
+    """All of them, and where the loop over tiles is: the shortest backward jump over as many products as any."""
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)
+    where = {int(address, 16): i for i, (address, _) in enumerate(found)}
+    code = [text for _, text in found]
+    loops = []
+    for i, text in enumerate(code):
+        jump = re.search(r"BRA(?:\.U)?\s+(?:!?U?P\w+,\s*)?`?\(?0x([0-9a-f]+)", text)
+        start = where.get(int(jump[1], 16), i) if jump else i
+        if start < i:
+            loops.append((-sum("MMA" in x for x in code[start:i]), i - start, range(start, i + 1)))
+    return code, min(loops, key=lambda loop: loop[:2])[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "group", "several"),
+    [(CUBIC, 128, 16, True), ("k8v8", 128, 16, False), ("k8v8", 256, 8, True)],
+)  # fmt: skip
+def test_one_launch_of_many_rows_spills_only_before_the_loop(name: str, dim: int, group: int, several: bool) -> None:
+    code, loop = instructions(compile_decode(90, group, dim, name, 32, several, alone=True, show="-sass"))
+    spills = [i for i, text in enumerate(code) if re.search(r"\b(STL|LDL)\b", text)]
+    assert sum("MMA" in code[i] for i in loop) > 40
+    assert not [i for i in spills if i in loop]
 
 
 @pytest.mark.parametrize("together", [1, 8])

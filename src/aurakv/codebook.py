@@ -113,8 +113,11 @@ TABLES = ("lloyd-max", "int8", "cubic", "poly13", "minifloat", "uniform")
 
 def widths(name: str) -> list[int]:
     """The widths for which a named table is defined."""
-    known: dict[str, Iterable[int]] = {"int8": _INT8, "cubic": _CUBIC, "poly13": POLY13, "minifloat": _MINIFLOAT}
-    return list(known.get(name, CODE_BITS))
+    known: dict[str, Iterable[int]] = {
+        "lloyd-max": CODE_BITS, "int8": _INT8, "cubic": _CUBIC, "poly13": POLY13, "minifloat": _MINIFLOAT,
+        "uniform": _UNIFORM,
+    }  # fmt: skip
+    return list(known[name])
 
 
 def check_levels(levels: Sequence[float], bits: int) -> Levels:

@@ -39,7 +39,8 @@ class Codes(NamedTuple):
 
 @dataclass(frozen=True)
 class Codec:
-    """How one vector of `dim` coordinates is stored. `Codec.key` and `Codec.value` fill in the defaults of a side."""
+    """How one vector of `dim` coordinates is stored. `Codec.key` and `Codec.value` fill in the defaults of a side and
+    width, which are not those here."""
 
     dim: int
     bits: int

@@ -9,6 +9,7 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,7 @@ class Policy:
 
     def dumps(self) -> str:
         layers = [
-            {"format": layer.format}
+            {"format": _spelled_out(layer.format, self.head_dim)}
             | {name: _text(tensor) for name in _TENSORS if (tensor := getattr(layer, name)) is not None}
             for layer in self.layers
         ]
@@ -171,9 +172,29 @@ def shipped() -> list[str]:
 def _layer(number: int, read: Any, shape: tuple[int, int]) -> LayerPolicy:
     if not isinstance(read, dict) or not isinstance(read.get("format"), str) or set(read) - {"format", *_TENSORS}:
         raise FileError(f"layer {number} of a policy has a format and possibly {list(_TENSORS)}, got {read!r:.80}")
-    return LayerPolicy(
-        read["format"], **{name: _tensor(f"{name} of layer {number}", read.get(name), shape) for name in _TENSORS}
-    )
+    tensors = {name: _tensor(f"{name} of layer {number}", read.get(name), shape) for name in _TENSORS}
+    return LayerPolicy(_shortened(read["format"], shape[1]), **tensors)
+
+
+def _spelled_out(name: str, head_dim: int) -> str:
+    """With every option of sides that have codes: the defaults behind a short name may change. 16 bits stay as they
+    are, because they take the dtype of the model."""
+    format = Format.parse(name, head_dim)
+    sides = zip(_sides(name), "kv", (format.key, format.value), strict=True)
+    return "/".join(f"{letter}{codec.name}" if codec.coded else text for text, letter, codec in sides)
+
+
+def _shortened(name: str, head_dim: int) -> str:
+    """The other way round."""
+    format = Format.parse(name, head_dim)
+    sides = zip(_sides(name), _sides(format.name), (format.key, format.value), strict=True)
+    key, value = (short if codec.coded else text for text, short, codec in sides)
+    return f"{key}/{value}" if ":" in key else key + value
+
+
+def _sides(name: str) -> tuple[str, str]:
+    key, value = re.fullmatch(r"(k.*?)/?(v\d.*)", name).groups()  # type: ignore[union-attr]  # the name of a format
+    return key, value
 
 
 def _text(tensor: Tensor) -> str:

@@ -73,7 +73,7 @@ def polynomial(levels: Levels) -> tuple[float, ...]:
 def integers(levels: Levels) -> tuple[list[int], float] | None:
     """The levels as integers from −128 to 127 times a step, if they are that but for rounding."""
     largest = max(abs(x) for x in levels)
-    for top in range(1, 128):
+    for top in range(1, 128) if largest > 0 else ():
         step = largest / top
         found = [round(x / step) for x in levels]
         if all(abs(n * step - x) <= 1e-6 * largest for n, x in zip(found, levels, strict=True)):

@@ -28,7 +28,8 @@ from .store import blocks
 
 ROWS = 128  # of a program
 KEYS = 64  # of a tile
-LEAST_ROWS = 65  # a sequence; fewer are the portable kernel's
+LEAST_ROWS = 65  # a sequence; fewer are `fast_attend`'s or the portable kernel's
+MOST_LEVEL = 32768.0  # of values: they are float16 numbers
 DIMS = (64, 128)
 MAX_SEQS = 4096
 MAX_SPLITS = 16
@@ -95,6 +96,8 @@ def _key(codec: Codec) -> tuple[tuple[int, str], float] | None:
 def _value(codec: Codec) -> tuple[tuple[int, str], float, bool] | None:
     """Bits and PTX, what scales are to be multiplied by, the order of coordinates."""
     levels = codec.levels
+    if max(map(abs, levels)) > MOST_LEVEL:
+        return None
     if codec.bits < 4:
         return (codec.bits, value_asm("table", levels)), 1.0, False
     if coef := polynomial(levels):  # of the distance from the middle over 8

@@ -32,7 +32,8 @@ MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
 MAX_EXACT = 16  # first tokens that `fast_merge` scores
 STAGES = 2
 ALONE_TILES = 3  # jobs of up to this many are a program each, which finishes its own rows: one launch
-ALONE_TILES_OF_MANY = 8  # where there are as many jobs as programs would be
+ALONE_TILES_OF_MANY = 8  # where jobs alone keep every multiprocessor busy
+MANY = 3  # jobs for each of them
 
 
 def why_not_fast(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, precision: str) -> str | None:
@@ -145,8 +146,9 @@ def prepare_fast(
     def given(x: Tensor | None) -> Tensor:
         return key_signs if x is None else x  # an address that is not read
 
-    many = jobs >= 3 * _multiprocessors(device)
-    short = _seen_tiles(pages, scoring, tokens, rows) <= (ALONE_TILES_OF_MANY if many else ALONE_TILES)
+    many = jobs >= MANY * _multiprocessors(device)
+    seen = _seen_tiles(pages, scoring, 1 if one_each else tokens, rows)
+    short = seen <= (ALONE_TILES_OF_MANY if many else ALONE_TILES)
     alone = splits is None and short
     ending = (given(sink_logits), value_signs, given(pages.value_offset), *_raw_vectors(exact, key_signs, ends))
     ends_with = {
@@ -238,12 +240,12 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
     return Plan(rows, jobs, programs, 2 * programs + jobs)
 
 
-def _seen_tiles(pages: Pages, scoring: Scoring, tokens: int, rows: int) -> int:
-    """At most, of a job."""
+def _seen_tiles(pages: Pages, scoring: Scoring, queries: int, rows: int) -> int:
+    """At most, of a job of a sequence with so many queries."""
     tile, all = _tile(pages, rows), pages.table.shape[1] * _page_tiles(pages, rows)
     if scoring.window is None:
         return all
-    return min(all, 1 + -(-(scoring.window + tokens) // tile) + -(-scoring.sinks // tile))
+    return min(all, 1 + -(-(scoring.window + queries - 2) // tile) + -(-scoring.sinks // tile))
 
 
 def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.device) -> tuple[int, int, int]:

@@ -11,7 +11,8 @@ other, each has a nibble of its own; queries follow that order. Of 8 bits: a pol
 Values. `ldmatrix.trans` on 16-bit units gives registers [token t: a unit | token t+1: the same unit]; code i of both
 halves is one half2. MINIFLOAT: a 4-bit code at bits 8-11 of a half (3 bits: 9-11) is a small float f(code); level =
 f(code) − f(last code − code), by two MMAs. CUBIC: 1024 + code by the exponent trick, then a cubic in half2 arithmetic.
-BITS: 2-bit codes under a mask are tiny floats; a second MMA adds what the upper bit has too much. Of 3 bits: 6 bytes
+POLY13: keys and values of 8 bits, as the table says. BITS: 2-bit codes under a mask are tiny floats; a second MMA adds
+what the upper bit has too much. LINE: it has nothing too much. Of 3 bits: 6 bytes
 belong to a lane, which no `ldmatrix` reads: lanes read as for keys, and `movmatrix` transposes.
 
 Inline assembly here moves data between lanes or changes the meaning of the index; the callers' layouts say how.
@@ -326,7 +327,7 @@ def key_levels2(units, levels):
 
 
 @gluon.jit
-def key_levels8(units, c0, c1, c2, c3):
+def key_levels_cubic8(units, c0, c1, c2, c3):
     """Units of 2 codes -> 2 + 2 float16 tensors whose sums are the levels."""
     return gl.inline_asm_elementwise(
         _KEY_CUBIC, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [units, c0, c1, c2, c3],

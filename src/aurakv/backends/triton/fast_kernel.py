@@ -222,7 +222,7 @@ def fast_decode(
     if HEADS == 4:  # scores are [tokens, heads]: lane 4g + c has head c of tokens 8j + g
         scores, _ = gl.split(gl.zeros([TILE, 8], gl.int32, mma).reshape([TILE, 4, 2]))
         lane_sums = gl.sum(scores.reshape([TILE // 8, 8, 4]), 0)
-    else:  # [heads, tokens]: lane 4g + c has head g of tokens 8j + 2c, 8j + 2c + 1
+    else:  # [heads, tokens]: lane 4g + c has head g (and g + 8) of tokens 8j + 2c, 8j + 2c + 1
         scores = both_parts(gl.zeros([2 * HEADS, TILE], gl.int32, mma))
         lane_sums = gl.sum(gl.sum(scores.reshape([HEADS, TILE // 8, 4, 2]), 3), 1)
     H_AXIS: gl.constexpr = 1 if HEADS == 4 else 0

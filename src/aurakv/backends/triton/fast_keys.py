@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from . import fast_levels
-from .fast_codes import in_order3, key_levels2, key_levels3, key_levels4, key_levels8, key_levels_poly13
+from .fast_codes import in_order3, key_levels2, key_levels3, key_levels4, key_levels_cubic8, key_levels_poly13
 from .fast_layouts import key_half_layout, key_layout
 from .fast_reads import in_octets, read_keys, triples
 
@@ -133,7 +133,7 @@ def scores8(keys, queries, constants, s, LEVELS: gl.constexpr, HEADS: gl.constex
     if LEVELS == POLY13:
         z0, z1, g0, g1 = key_levels_poly13(keys, constants[0], constants[1], constants[2])
     else:
-        z0, z1, g0, g1 = key_levels8(keys, constants[0], constants[1], constants[2], constants[3])
+        z0, z1, g0, g1 = key_levels_cubic8(keys, constants[0], constants[1], constants[2], constants[3])
     s = multiply(z0, queries[0], s, HEADS, mma)
     s = multiply(g0, queries[0], s, HEADS, mma)
     s = multiply(z1, queries[1], s, HEADS, mma)

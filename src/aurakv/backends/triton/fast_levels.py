@@ -7,12 +7,14 @@ import struct
 from typing import NamedTuple
 
 from ...codebook import Levels as Table
+from ...codebook import float16
 from ...codec import Codec, Format
 from .arithmetic import integers, polynomial
 
 MINIFLOAT_TAIL = {3: 190, 4: 88}  # bits under a minifloat code, which lies at bits 9-11 or 8-11 of a float16 number
 
 KEY_ERROR = 2e-4  # of a leading coefficient in float16, relative
+MOST = 65504.0  # in float16
 
 INTEGER, MINIFLOAT, CUBIC, POLY13, BITS, LINE = range(6)  # how codes become levels
 
@@ -58,9 +60,9 @@ def half2(x: float) -> int:
     return int(bits) << 16 | int(bits)
 
 
-def half(x: float) -> float:
-    """x rounded to float16."""
-    return float(struct.unpack("<e", struct.pack("<e", x))[0])
+def _halves(*numbers: float) -> tuple[int, ...] | None:
+    """`half2` of each; None if float16 has no such number."""
+    return tuple(half2(x) for x in numbers) if max(map(abs, numbers)) <= MOST else None
 
 
 def _key_levels(codec: Codec) -> KeyLevels | None:
@@ -86,10 +88,11 @@ def _key_cubic(levels: Table) -> KeyLevels | None:
     if found is None:
         return None
     unit, bend = found
-    coefficients = ((0.5 + bend / 8) / 128, 0.75 * bend, 1.5 * bend * 128, bend * 128 * 128)
-    if abs(half(coefficients[3]) / coefficients[3] - 1) > KEY_ERROR:
+    first = bend * 128 * 128
+    words = _halves((0.5 + bend / 8) / 128, 0.75 * bend, 1.5 * bend * 128, first)
+    if words is None or abs(float16(first) - first) > KEY_ERROR * abs(first) + 1e-6:
         return None
-    return KeyLevels(CUBIC, unit * 128, tuple(half2(c) for c in coefficients))
+    return KeyLevels(CUBIC, unit * 128, words)
 
 
 def _poly13(levels: Table) -> tuple[float, tuple[int, ...]] | None:
@@ -132,8 +135,8 @@ def _value_levels(codec: Codec) -> ValueLevels | None:
     if codec.bits < 8:
         return _odd_cubic(codec.levels, bend)
     z = 128.0  # the kernel's variable is (code − 128) / z
-    coefficients = (0.5 + bend / 8, (1 + 0.75 * bend) * z, 1.5 * bend * z * z, bend * z**3)
-    return ValueLevels(CUBIC, unit * z, 0.0, tuple(half2(c / z) for c in coefficients))
+    words = _halves((0.5 + bend / 8) / z, 1 + 0.75 * bend, 1.5 * bend * z, bend * z * z)
+    return None if words is None else ValueLevels(CUBIC, unit * z, 0.0, words)
 
 
 def _odd_cubic(levels: Table, bend: float) -> ValueLevels:
@@ -141,7 +144,7 @@ def _odd_cubic(levels: Table, bend: float) -> ValueLevels:
     n, most = len(levels), 60000.0
     x = [(2 * i - n + 1) / n for i in range(n)]
     bend *= n * n / 4
-    r = half(1 / bend if abs(bend) * most > 1 else most)
+    r = float16(1 / bend if abs(bend) * most > 1 else most)
     made = [y * (y * y + r) for y in x]
     step = sum(x * level for x, level in zip(made, levels, strict=True)) / sum(x * x for x in made)
     return ValueLevels(CUBIC, step, 0.0, (half2(r),))
@@ -154,8 +157,9 @@ def _value_bits(levels: Table) -> ValueLevels | None:
         return None
     step = outer - inner
     rho = 2 * inner / step - 1  # from code 1 to code 2 the level grows by 2·inner
+    words = _halves(rho / 2)
     kind = LINE if abs(rho) < 1e-6 else BITS
-    return ValueLevels(kind, step * 2.0**24, -outer, (half2(rho / 2),))
+    return None if words is None else ValueLevels(kind, step * 2.0**24, -outer, words)
 
 
 def minifloat_step(levels: Table) -> float | None:

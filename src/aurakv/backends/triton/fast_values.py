@@ -1,7 +1,7 @@
 """Weights of a tile times the levels of values.
 
-A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8] for each of them; `output` puts them together. Of 3
-bits there are eight sums [16, 8], of codes i and i + 8 of 16.
+A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8], of 16 heads [units, 16], for each of them; `output`
+puts them together. Of 3 bits there are eight such sums of 16 units, of codes i and i + 8 of 16.
 """
 
 # mypy: ignore-errors
@@ -85,7 +85,7 @@ def times(sums, columns):
 
 @gluon.jit
 def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, mma: gl.constexpr):
-    """Add weights [rows, 8] times the levels of the values at an address."""
+    """Add weights [tokens, 8 or 16] times the levels of the values at an address."""
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     if BITS != 3:
         U: gl.constexpr = sums[0].shape[0]

@@ -47,8 +47,8 @@ def cells(levels: Levels, count: int = CELLS) -> Cells | None:
 
 @functools.cache
 def wide_cells(levels: Levels) -> Cells | None:
-    """The smallest grid for a table in memory, if there is one."""
-    found = (cells(levels, 1 << bits) for bits in range(5, 14))
+    """The smallest grid for a table in shared memory, if there is one of up to 1024 cells."""
+    found = (cells(levels, 1 << bits) for bits in range(5, 11))
     return next((grid for grid in found if grid), None)
 
 
