@@ -636,6 +636,10 @@ MAKING = [
     case("exact tuple", make_ring(exact=(1, 1)), "exact must be an Exact", "(1, 1)"),
     case("exact bool", lambda w: kv.KVCache.paged(w.pool, 1, exact=kv.Exact(True)), "first", "whole number", "True"),
     case("why_not", lambda w: kv.why_not("gpu"), "backend", "reference", "'gpu'"),
+    case("why_not format", lambda w: kv.why_not("native", "k99v99"), "format must be a Format", "'k99v99'"),
+    case("table kind", lambda w: kv.Codec.key(64, 2, table=5), "level table", "lloyd-max", "5"),
+    case("levels kind", lambda w: kv.Codec.key(64, 2, table=["a"] * 4), "level table", "numbers", "'a'"),
+    case("tables of a width", lambda w: kv.Format.parse("k8:int/v8", 64), "option of k8", "poly13", "'int'"),
     case("register", lambda w: backends.register(SimpleNamespace(name="reference")), "'reference' is taken"),
 ]
 

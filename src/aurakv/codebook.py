@@ -122,7 +122,10 @@ def widths(name: str) -> list[int]:
 
 def check_levels(levels: Sequence[float], bits: int) -> Levels:
     """A user's own table: 2^bits finite numbers in ascending order."""
-    values = tuple(float32(x) for x in levels)
+    try:
+        values = tuple(float32(x) for x in levels)
+    except (TypeError, ValueError):
+        raise InputError(f"a level table is one of {list(TABLES)} or a list of numbers, got {levels!r:.80}") from None
     if len(values) != 2**bits:
         raise InputError(f"a level table for {bits} bits needs {2**bits} levels, got {len(values)}")
     if not all(map(math.isfinite, values)):

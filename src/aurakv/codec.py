@@ -162,13 +162,14 @@ class Format:
     def parse(cls, name: str, head_dim: int | tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Format:
         """The format called `name`, e.g. "k4v4", "k8:lsq/v3:f32", for one head_dim or (key dim, value dim).
 
+        Options are a level table (`codebook.TABLES`), l2 or lsq, f16 or f32 and a seed: docs/format.md, section 3.
         `dtype` is what 16-bit sides store unless the name says so.
         """
         match = re.fullmatch(_NAME, name, re.ASCII) if isinstance(name, str) else None
         if match is None:
             raise InputError(
-                f"a format name is k<bits>v<bits> with bits in {list(BITS)}, and options as in k4:lsq/v4:f32,"
-                f" got {name!r}"
+                f"a format name is k<bits>v<bits> with bits in {list(BITS)}, and options as in k4:lsq/v4:f32, where a"
+                f" slash ends those of the key, got {name!r}"
             )
         both = index(head_dim)
         dims = head_dim if both is None else (both, both)
@@ -279,7 +280,8 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
         elif bits != 16 and name.startswith("[") and name.endswith("]"):
             field_name, setting = "table", _parse_levels(name)
         else:
-            allowed = list(DTYPES) if bits == 16 else [*codebook.TABLES, "[levels]", *_SCALES, "f16", "f32", "seed<n>"]
+            tables = [table for table in codebook.TABLES if bits in codebook.widths(table)]
+            allowed = list(DTYPES) if bits == 16 else [*tables, "[levels]", *_SCALES, "f16", "f32", "seed<n>"]
             raise InputError(f"an option of {side[0]}{bits} is one of {allowed}, got {name!r}")
         if field_name in options:
             raise InputError(f"{side[0]}{bits} names its {field_name} twice: {':'.join(names)}")

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..arguments import instance
 from ..codec import Codec, Codes, Format
 from ..errors import BackendError, InputError
 from ..pages import Pages
@@ -81,6 +82,8 @@ def register(backend: Backend) -> None:
 
 def why_not(backend: str, format: Format | None = None, device: torch.device | str = "cpu") -> str | None:
     """None if the backend can run this format on this device, else one sentence that says why not."""
+    if format is not None:
+        instance("format", format, Format)
     return _load(backend).why_not(format, torch.device(device))
 
 
