@@ -356,6 +356,14 @@ def test_demo(answer, call, small, tmp_path):
     assert f"{coded['top1']:.1%}" in out
 
 
+@pytest.mark.parametrize("new", [1, 3])
+def test_demo_of_few_tokens(answer, small, tmp_path, new):
+    """Fewer than the steps that are not counted."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    options = ("--tokens", 100, "--new", new, "--formats", "k4v4", "--picture", tmp_path / "demo.png")
+    assert all(row["tokens_per_second"] > 0 for row in answer("demo", "--model", small, *options)["rows"])
+
+
 def demo_ids(folder, tokens, *options):
     from aurakv.cli import demo, loading
 

@@ -11,7 +11,7 @@ import torch
 
 from .timing import alone, wait
 
-WARM = 3  # steps of each cache that are not counted
+WARM = 3  # steps of each cache that are not counted, if there are more
 
 
 class Run:
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        return 1 / statistics.median(self.seconds[WARM:])
+        return 1 / statistics.median(self.seconds[WARM:] or self.seconds)
 
 
 def decode(runs: Sequence[Run], steps: int, step: Callable[[], None] = lambda: None, *, realtime: bool = False) -> None:
