@@ -441,6 +441,13 @@ def test_bench_refuses(refused, tmp_path):
     assert "number of tokens" in refused("bench", "--tokens", "4K,,")
 
 
+@pytest.mark.parametrize("command", ["bench", "demo", "generate", "eval", "tune"])
+@pytest.mark.parametrize("number", ["0", "1025", "20000", "100000", "two"])
+def test_threads_are_bounded(refused, command, number):
+    """Many thousands end the process in OpenMP."""
+    assert f"--threads: must be a whole number from 1 to 1024, got {number!r}" in refused(command, "--threads", number)
+
+
 # info
 
 

@@ -45,7 +45,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--page", type=frame.count, help="tokens a page (default one page per sequence)")
     parser.add_argument("--backend", help="a backend by name (default the best; see aurakv info)")
     parser.add_argument("--device", help="cpu, cuda, … (default a GPU that torch can use, else the CPU)")
-    parser.add_argument("--threads", type=frame.count, help="of the CPU (default what torch takes)")
+    parser.add_argument("--threads", type=frame.threads, help="of the CPU (default what torch takes)")
     parser.add_argument("--rounds", type=frame.count, default=7, help="samples of each method (default 7)")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="save a picture of the cost over tokens (.png, .svg, .pdf)"

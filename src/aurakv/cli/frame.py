@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 from ..errors import InputError
 
 Run = Callable[[argparse.Namespace], None]
+MAX_THREADS = 1024  # far above it, OpenMP ends the process without a sentence
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,6 +73,12 @@ def token_list(text: str) -> list[int]:
 def count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def threads(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_THREADS):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_THREADS}, got {text!r}")
     return int(text)
 
 

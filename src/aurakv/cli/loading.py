@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"local path or hub id (default {DEFAULT}, which needs no hub)")
     parser.add_argument("--device", help="cpu, cuda, … (default a GPU that torch can use, else the CPU)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (default f32 on a CPU, bf16 elsewhere)")
-    parser.add_argument("--threads", type=frame.count, help="of the CPU (default what torch takes)")
+    parser.add_argument("--threads", type=frame.threads, help="of the CPU (default what torch takes)")
 
 
 def device(args: argparse.Namespace) -> torch.device:
