@@ -1,6 +1,7 @@
 """Save and load: what comes back behaves as the original did, bit for bit, and every bad file gets its sentence."""
 
 import builtins
+import errno
 import itertools
 import json
 import os
@@ -274,8 +275,25 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         kv.save(cache, path)
     assert path.read_bytes() == old
     assert os.listdir(tmp_path) == ["c"]
-    with pytest.raises(OSError):
-        kv.save(cache, tmp_path / "missing" / "c")
+
+
+def test_what_cannot_be_written_is_called_as_the_user_did(tmp_path, monkeypatch):
+    cache, missing, folder = CACHES["contiguous"](), tmp_path / "missing" / "c", tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(kv.FileError, match=f"^{missing} cannot be written: there is no folder {missing.parent}$"):
+        kv.save(cache, missing)
+    with pytest.raises(kv.FileError, match=f"^{folder} cannot be written: it is a folder$"):
+        kv.save(cache, str(folder))
+
+    def fail(source, target):
+        raise PermissionError(errno.EACCES, "Permission denied", str(source))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(PermissionError) as caught:
+        kv.save(cache, tmp_path / "c")
+    assert caught.value.filename == str(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["folder"]
+    assert os.listdir(folder) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions of POSIX")

@@ -10,7 +10,10 @@ class InputError(AuraError, ValueError):
 
 
 class FileError(InputError):
-    """A file is not a cache this version can read: wrong version, truncated, corrupted or hostile."""
+    """A file is not a cache this version can read: wrong version, truncated, corrupted or hostile.
+
+    Or it cannot be written where it was asked for.
+    """
 
 
 class CapacityError(AuraError, RuntimeError):

@@ -306,6 +306,10 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
     """Through a temporary file in the same folder, so that `path` is the old file or the new one, never half."""
     from safetensors.torch import save_file
 
+    if not path.parent.is_dir():
+        raise FileError(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise FileError(f"{path} cannot be written: it is a folder")
     temporary = path.with_name(f".aurakv-{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
@@ -318,6 +322,10 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
     finally:
         temporary.unlink(missing_ok=True)
 
