@@ -398,6 +398,7 @@ def test_demo_refuses(refused, small, tmp_path):
     assert "compressed formats, each once" in refused(*options, "--formats", "k4v4,none")
     assert "compressed formats, each once" in refused(*options, "--formats", "k4v4,k4v4")
     assert "a format name is" in refused(*options, "--formats", "k4", "--tokens", 300)
+    assert "k9v9 in --formats: bits must" in refused(*options, "--formats", "k4v4,k9v9", "--tokens", 300)
     assert "2,048 tokens of this model" in refused(*options)
     assert "--tokens must be from" in refused(*options, "--tokens", 9, "--question", "Who is it?")
     assert "this text has" in refused(*options, "--tokens", 1)
@@ -435,6 +436,7 @@ def test_bench_times_nothing_wrong(refused, monkeypatch):
 
 def test_bench_refuses(refused, tmp_path):
     assert "multiple of --kv-heads" in refused("bench", "--heads", 5, "--kv-heads", 2)
+    assert "k9v9 in --formats: bits must be one of" in refused("bench", *FEW, "--formats", "k4v4,k9v9")
     assert "backend must be one of" in refused("bench", *FEW, "--backend", "abacus")
     assert "a picture must end with" in refused("bench", *FEW, "--plot", tmp_path / "bench.txt")
     assert "must be a folder that exists" in refused("bench", *FEW, "--plot", tmp_path / "none" / "bench.png")
@@ -561,7 +563,13 @@ def test_plan_refuses(refused, tmp_path):
     assert "--memory" in refused("plan")
     assert "tokens such as" in refused("plan", "--memory", 1, "--tokens", "0")
     assert "bits must be one of" in refused("plan", "--memory", "1GB", "--formats", "k9v4")
-    assert "a format name is" in refused("plan", "--memory", "1GB", "--formats", "four")
+    said = refused("plan", "--memory", "1GB", "--formats", "k4v4,four")
+    assert "a format name is" in said
+    assert "got 'four'; a policy is a .json file or one of" in said
+    assert "k9v9 in --formats: bits must be one of" in refused("plan", "--memory", "1GB", "--formats", "k4v4,k9v9")
+    assert "smollm2-135m in --formats: this policy is for" in refused(
+        "plan", "--memory", "1GB", *SHAPE, "--formats", "k4v4,smollm2-135m"
+    )
     assert "together" in refused("plan", "--memory", "1GB", "--layers", 3)
     assert "at most --layers" in refused("plan", "--memory", "1GB", *SHAPE, "--window", 9, "--window-layers", 4)
     assert "belong to --layers" in refused("plan", "--memory", "1GB", "--window", 9)

@@ -89,12 +89,28 @@ def test_a_picture_compares_caches_on_the_same_texts():
     assert eval_plot.shared(rows[::2]) == rows[::2], "no text in common"
 
 
-def test_a_policy_is_not_measured_silently_on_its_own_text(call, small):  # noqa: F811
-    code, out, err = call("eval", "--model", small, *ARGS, "--formats", "smollm2-135m")
-    assert (code, out) == (2, "")
-    first, last = err.splitlines()
-    assert "smollm2-135m was made on the built-in text" in first
-    assert "this policy is for a model of" in last
+def test_a_policy_is_not_measured_silently_on_its_own_text(call, small, tmp_path, monkeypatch):  # noqa: F811
+    from aurakv import policy
+
+    monkeypatch.setattr(policy, "_FOLDER", tmp_path)
+    Policy(2, 16, (LayerPolicy("k8v4"),) * 2).save(tmp_path / "pol.json")
+    code, _, err = call("eval", "--model", small, *ARGS, "--formats", "k4v4,pol")
+    assert code == 0
+    assert "pol was made on the built-in text" in err
+
+
+def test_the_wrong_entry_is_named(refused, small, tmp_path):  # noqa: F811
+    """And nothing is said about entries before they are known to be right."""
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    options = ("eval", "--model", small, *ARGS, "--formats")
+    assert "eval: k9v9 in --formats: bits must be one of" in refused(*options, "k4v4,k9v9")
+    assert "eval: plain:k9v9 in --formats: bits must be one of" in refused(*options, "k4v4,plain:k9v9")
+    assert "eval: smollm2-135m in --formats: this policy is for" in refused(*options, "k4v4,smollm2-135m")
+    assert f"eval: {bad}: a policy is a JSON object" in refused(*options, f"k4v4,{bad}")
+    said = refused(*options, "k4v4,smollm2-135")
+    assert "eval: a format name is" in said
+    assert "got 'smollm2-135'; a policy is a .json file or one of ['gemma-3-270m'" in said
 
 
 def test_refusals(refused, small, tmp_path):  # noqa: F811

@@ -62,6 +62,10 @@ def test_policy_must_fit_and_layers_can_differ():
     assert two.balance is None
     with pytest.raises(kv.InputError, match="a format name is"):
         AuraCache(ours.config, "no-such-policy")
+    with pytest.raises(kv.InputError, match=r"got 'smollm2-135'; a policy is a .json file or one of \['gemma"):
+        AuraCache(ours.config, "smollm2-135")
+    with pytest.raises(kv.InputError, match="got 9$"):
+        AuraCache(ours.config, "k9v9")
     with pytest.raises(kv.FileError, match="cannot be read"):
         AuraCache(ours.config, "missing.json")
 

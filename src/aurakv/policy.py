@@ -117,10 +117,13 @@ class Policy:
         try:
             if path.stat().st_size > MAX_BYTES:
                 raise FileError(f"a policy has at most {MAX_BYTES} bytes, got {path.stat().st_size}")
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return cls.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise FileError(f"{path} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
             raise FileError(f"{path} cannot be read: {error}") from error
-        return cls.loads(text)
+        except FileError as error:
+            raise FileError(f"{path}: {error}") from error
 
     @classmethod
     def loads(cls, text: str) -> Policy:
@@ -162,6 +165,16 @@ class Policy:
     def save(self, path: str | Path) -> None:
         """Tensors are rounded to float16: they need not be exact, only the same for every token."""
         Path(path).write_text(self.dumps(), "utf-8")
+
+
+def format_of(name: str, head_dim: int | tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Format:
+    """Format.parse where policies are allowed, too: what looks like neither may be either, mistyped."""
+    try:
+        return Format.parse(name, head_dim, dtype)
+    except InputError as error:
+        if re.match(r"k\d", str(name)):
+            raise
+        raise InputError(f"{error}; a policy is a .json file or one of {shipped()}") from None
 
 
 def shipped() -> list[str]:

@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
     if args.heads % args.kv_heads:
         raise InputError(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
     for name in args.formats:
-        Format.parse(name, args.head_dim)  # refused now, not after minutes
+        with frame.entry(name):
+            Format.parse(name, args.head_dim)  # refused now, not after minutes
     if args.plot is not None:
         frame.picture(args.plot)
     if args.threads is not None:

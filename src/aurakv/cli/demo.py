@@ -130,7 +130,8 @@ def _read(
 
     def maker(name: str) -> Any:
         def make() -> Any:
-            cache = choose(loaded.model, name)
+            with frame.entry(name):
+                cache = choose(loaded.model, name)
             made[name] = model.Run(name, loaded.model, cache, loaded.model.config._attn_implementation)
             return cache
 

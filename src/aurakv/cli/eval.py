@@ -79,8 +79,6 @@ def run(args: argparse.Namespace) -> None:
     read = {path.stem: texts.read(path) for path in args.text} if args.text else {BUILTIN: texts.builtin()}
     if args.text and len(read) < len(args.text):
         raise InputError("--text must name files with different names")
-    for name in sorted(set(args.formats) & set(shipped())) if not args.text else []:
-        screen.note(f"{name} was made on the built-in text, so measure it on another one: --text FILE")
     results = Results(args.resume)
     names = list(args.formats)
     if args.rivals:
@@ -90,8 +88,16 @@ def run(args: argparse.Namespace) -> None:
             screen.note(reason)
     loaded = loading.load(args, screen)
     loaded = loaded._replace(name=Path(loaded.name).name)  # results do not depend on where a model lies
-    policies = {name: found for name in args.formats if (found := Policy.find(name)) is not None}
-    makers = {name: maker(name, loaded.model.config, policies.get(name)) for name in names}
+    policies: dict[str, Policy] = {}
+    makers: dict[str, Callable[[], Any]] = {}
+    for name in names:
+        with frame.entry(name):
+            policy = Policy.find(name)
+            makers[name] = maker(name, loaded.model.config, policy)
+        if policy is not None:
+            policies[name] = policy
+    for name in sorted(set(policies) & set(shipped())) if not args.text else []:
+        screen.note(f"{name} was made on the built-in text, so measure it on another one: --text FILE")
     results.facts = {
         "model": loaded.name,
         "dtype": str(loaded.model.dtype).split(".")[1],

@@ -118,6 +118,17 @@ def names(text: str) -> list[str]:
     return found
 
 
+@contextlib.contextmanager
+def entry(name: str, option: str = "--formats") -> Iterator[None]:
+    """What is wrong with one entry of a list says which one."""
+    try:
+        yield
+    except InputError as error:
+        if name in str(error):
+            raise
+        raise type(error)(f"{name} in {option}: {error}") from error
+
+
 class Screen:
     """Where a command writes: text and tables on stdout, progress on stderr. With --json only the document."""
 

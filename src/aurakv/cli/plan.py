@@ -12,7 +12,7 @@ from ..bench import bandwidth, machine
 from ..codec import DTYPE_NAMES, DTYPES, Format
 from ..errors import InputError
 from ..exact import Exact
-from ..policy import FIRST, ROLLBACK, Policy
+from ..policy import FIRST, ROLLBACK, Policy, format_of
 from ..table import MAX_LENGTH, Kept, round_up
 from . import frame
 
@@ -90,7 +90,10 @@ def run(args: argparse.Namespace) -> None:
     screen, model = frame.Screen(args), _model(args)
     device = machine.devices()[0]
     speed = args.bandwidth or bandwidth.read(device)
-    rows = [_row(model, name, args.memory, args.tokens, speed) for name in args.formats]
+    rows = []
+    for name in args.formats:
+        with frame.entry(name):
+            rows.append(_row(model, name, args.memory, args.tokens, speed))
     layers = {layer: model.layers.count(layer) for layer in model.layers}
     screen.say(f"{model.name}: " + "; ".join(_describe(layer, n) for layer, n in layers.items()))
     if model.uncounted:
@@ -129,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
 def _row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dict[str, Any]:
     names, first, recent = _formats(model, name)
     pairs = [
-        (layer, Format.parse(x, layer.head_dim, model.dtype)) for layer, x in zip(model.layers, names, strict=True)
+        (layer, format_of(x, layer.head_dim, model.dtype)) for layer, x in zip(model.layers, names, strict=True)
     ]
     exact = Exact(first, recent, model.dtype, ROLLBACK)
     coded = [layer for layer, format in pairs if format.key.coded or format.value.coded]

@@ -12,9 +12,8 @@ from transformers.cache_utils import Cache
 
 from .. import backends, checks
 from ..arguments import whole
-from ..codec import Format
 from ..errors import InputError
-from ..policy import FIRST, ROLLBACK, LayerPolicy, Policy
+from ..policy import FIRST, ROLLBACK, LayerPolicy, Policy, format_of
 from .attention import NAME, register
 from .layer import AuraLayer
 from .shared import Options, Shared
@@ -73,7 +72,7 @@ class AuraCache(Cache):  # type: ignore[misc]
                 made.append(slot.other())
                 continue
             layer = next(policies)
-            Format.parse(layer.format, dim)  # refuse now what the first tokens would
+            format_of(layer.format, dim)  # refuse now what the first tokens would
             turned_so = turned[slot.window is not None]
             made.append(AuraLayer(len(made), layer, slot.window, turned_so, options, self._shared))
         super().__init__(layers=made)
