@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from test_hf import generate, left_padded, logits, made, prompt  # noqa: E402
 
 import aurakv as kv  # noqa: E402
-from aurakv.hf import AuraCache  # noqa: E402
+from aurakv.hf import AuraCache, attach  # noqa: E402
 from aurakv.policy import LayerPolicy, Policy  # noqa: E402
 
 
@@ -64,6 +64,8 @@ def test_policy_must_fit_and_layers_can_differ():
         AuraCache(ours.config, "no-such-policy")
     with pytest.raises(kv.InputError, match=r"got 'smollm2-135'; a policy is a .json file or one of \['gemma"):
         AuraCache(ours.config, "smollm2-135")
+    with pytest.raises(kv.InputError, match="attach needs a model of transformers, got LlamaConfig"):
+        attach(ours.config, "k4v4")
     with pytest.raises(kv.InputError, match="got 9$"):
         AuraCache(ours.config, "k9v9")
     with pytest.raises(kv.FileError, match="cannot be read"):

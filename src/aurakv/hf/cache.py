@@ -123,6 +123,8 @@ class AuraCache(Cache):  # type: ignore[misc]
 
 def attach(model: PreTrainedModel, format: Formats = AUTO, **options: Any) -> AuraCache:
     """Let a model compute attention on codes, and return a cache for `model.generate(past_key_values=...)`."""
+    if not hasattr(model, "set_attn_implementation"):
+        raise InputError(f"attach needs a model of transformers, got {type(model).__name__}")
     cache = AuraCache(model.config, format, **options)
     register()
     model.set_attn_implementation(NAME)
