@@ -140,9 +140,10 @@ def test_errors_are_one_line(call, monkeypatch, error, code, line):
     [
         ("rich", "cli", ("info",)),
         ("matplotlib", "cli", ("bench", "--tokens", 64, "--rounds", 1, "--plot", "bench.png")),
-        ("transformers", "hf", ("generate", "--prompt", "x", "--device", "cpu")),
-        ("transformers", "hf", ("demo", "--device", "cpu")),
-        ("transformers", "hf", ("plan", "--memory", "1GB", "--model", "gpt2")),
+        ("rich", "cli,hf", ("tune",)),
+        ("transformers", "cli,hf", ("generate", "--prompt", "x", "--device", "cpu")),
+        ("transformers", "cli,hf", ("demo", "--device", "cpu")),
+        ("transformers", "cli,hf", ("plan", "--memory", "1GB", "--model", "gpt2")),
     ],
 )
 def test_missing_packages_are_named(refused, monkeypatch, tmp_path, package, extra, command):

@@ -66,7 +66,7 @@ def test_policy_must_fit_and_layers_can_differ():
         AuraCache(ours.config, "smollm2-135")
     with pytest.raises(kv.InputError, match="attach needs a model of transformers, got LlamaConfig"):
         attach(ours.config, "k4v4")
-    with pytest.raises(kv.InputError, match="got 9$"):
+    with pytest.raises(kv.InputError, match=r"got 9$"):
         AuraCache(ours.config, "k9v9")
     with pytest.raises(kv.FileError, match="cannot be read"):
         AuraCache(ours.config, "missing.json")

@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import aurakv as kv
 
 COLD = """
@@ -80,3 +82,11 @@ def test_public_names():
 
 def test_types_are_shipped():
     assert importlib.resources.files("aurakv").joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize("line", ["import aurakv.hf", "from aurakv import models; models.load()"])
+def test_a_missing_package_says_what_brings_it(line):
+    guarded = f"try:\n    {line}\nexcept ImportError as error:\n    print(error)"
+    code = f"import sys; sys.modules['transformers'] = None\n{guarded}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert run.stdout == 'this needs the package transformers: pip install "aurakv[hf]"\n', run.stderr

@@ -1,5 +1,8 @@
 """Every error aurakv raises on purpose: one root, one clear sentence each (what, what is allowed, what came)."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class AuraError(Exception):
     """Root of all errors raised by aurakv."""
@@ -26,3 +29,15 @@ class BackendError(AuraError, RuntimeError):
 
 class PeerError(AuraError, RuntimeError):
     """Another process is gone, did not answer in time, or refused what this one sent."""
+
+
+@contextlib.contextmanager
+def needing(package: str, extra: str) -> Iterator[None]:
+    """Imports whose failure says which extra of aurakv brings the package."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        sentence = f'this needs the package {package}: pip install "aurakv[{extra}]"'
+        raise ModuleNotFoundError(sentence, name=package) from None

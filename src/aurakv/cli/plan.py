@@ -131,9 +131,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dict[str, Any]:
     names, first, recent = _formats(model, name)
-    pairs = [
-        (layer, format_of(x, layer.head_dim, model.dtype)) for layer, x in zip(model.layers, names, strict=True)
-    ]
+    pairs = [(layer, format_of(x, layer.head_dim, model.dtype)) for layer, x in zip(model.layers, names, strict=True)]
     exact = Exact(first, recent, model.dtype, ROLLBACK)
     coded = [layer for layer, format in pairs if format.key.coded or format.value.coded]
 

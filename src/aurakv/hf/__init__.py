@@ -3,7 +3,10 @@
 Importing changes nothing; `register` or `attach` make the attention function known to transformers.
 """
 
-from .attention import register
-from .cache import AuraCache, attach
+from ..errors import needing
+
+with needing("transformers", "hf"):
+    from .attention import register
+    from .cache import AuraCache, attach
 
 __all__ = ["AuraCache", "attach", "register"]
