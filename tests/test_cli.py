@@ -210,6 +210,21 @@ def test_generate(answer, call, small):
     assert "12 tokens" in err.splitlines()[-1]
 
 
+def test_generate_says_that_few_tokens_are_not_compressed(answer, call, small):
+    from aurakv.hf.beginning import NEEDED
+
+    options = ("generate", "--model", small, "--raw", *GREEDY)
+    few, many = ("x" * (NEEDED - 13), "x" * (NEEDED + 5))
+    assert answer(*options, "--prompt", few)["compresses_from"] == NEEDED
+    assert answer(*options, "--prompt", many)["compresses_from"] is None
+    assert answer(*options, "--prompt", few, "--format", "none")["compresses_from"] is None
+    (line,) = _statistics(call(*options, "--prompt", few)[2])
+    assert f"still uncompressed, with queries to measure keys by; compresses from {NEEDED} on" in line
+    assert "bytes a token" not in line
+    (line,) = _statistics(call(*options, "--prompt", many)[2])
+    assert line.endswith("bytes a token")
+
+
 def test_generate_is_model_generate(answer, small):
     import transformers
 
@@ -289,7 +304,7 @@ def test_chat_goes_on_after_an_interrupt(call, small, monkeypatch):
 
 
 def _statistics(err):
-    return [line for line in err.splitlines() if "bytes a token" in line]
+    return [line for line in err.splitlines() if "of them known" in line]
 
 
 def test_generate_refuses(refused, small, tmp_path, monkeypatch):

@@ -152,16 +152,21 @@ class Chat:
             "tokens_per_second": stream.speed,
             "cache_tokens": len(self.read),
             "cache_bytes": held,
+            "compresses_from": getattr(self.cache, "waits_for", None),
         }
 
     def statistics(self, answer: dict[str, Any]) -> str:
         held, tokens = answer["cache_bytes"], answer["cache_tokens"]
         speed = "" if answer["tokens_per_second"] is None else f" at {answer['tokens_per_second']:.1f} tokens/s"
+        size = f"{held / max(1, tokens):,.0f} bytes a token"
+        if answer["compresses_from"] is not None:
+            size = (
+                f"still uncompressed, with queries to measure keys by; compresses from {answer['compresses_from']} on"
+            )
         return (
             f"{answer['tokens']} tokens{speed}, the first after {frame.time_text(answer['seconds_to_first_token'])};"
             f" prompt: {answer['prompt_tokens']:,} tokens, {answer['reused_tokens']:,} of them known;"
-            f" cache {self.args.format}: {tokens:,} tokens in {frame.bytes_text(held)},"
-            f" {held / max(1, tokens):,.0f} bytes a token"
+            f" cache {self.args.format}: {tokens:,} tokens in {frame.bytes_text(held)}, {size}"
         )
 
     def _ids(self, turns: list[dict[str, str]]) -> list[int]:

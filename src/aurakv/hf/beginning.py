@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..calibrate import ENOUGH, SINKS
 
+NEEDED = ENOUGH + SINKS  # tokens of a sequence, from which on it is compressed
+
 
 @dataclass
 class Beginning:
@@ -27,7 +29,7 @@ class Beginning:
     @property
     def enough(self) -> bool:
         """Whether one sequence can speak for the tokens to come."""
-        return int(self.real.sum(1).max()) >= ENOUGH + SINKS
+        return int(self.real.sum(1).max()) >= NEEDED
 
     @property
     def bytes_held(self) -> int:

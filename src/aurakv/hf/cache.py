@@ -88,6 +88,12 @@ class AuraCache(Cache):  # type: ignore[misc]
         return list(self._shared.lost.values())
 
     @property
+    def waits_for(self) -> int | None:
+        """From how many tokens on they are compressed, while there are fewer: keys, values and queries lie there as
+        they came, because keys are measured first. None: nothing waits."""
+        return next((layer.waits_for for layer in self.compressed if layer.waits_for is not None), None)
+
+    @property
     def bytes_held(self) -> int:
         """Every byte that the attention layers occupy."""
         return sum(layer.bytes_held for layer in self.compressed)

@@ -29,7 +29,7 @@ from ..exact import Exact
 from ..ops import decode, encode
 from ..policy import LayerPolicy
 from ..scoring import Scoring
-from .beginning import Beginning
+from .beginning import NEEDED, Beginning
 from .columns import Columns
 from .handles import Handle, Step
 from .shared import Options, Shared
@@ -84,6 +84,11 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     def _waits(self) -> bool:
         """Whether tokens are uncompressed until enough of them were seen."""
         return self.beginning is not None and self._measures
+
+    @property
+    def waits_for(self) -> int | None:
+        """From how many tokens of a sequence on they are compressed, if there are still fewer."""
+        return NEEDED if self._waits else None
 
     def __repr__(self) -> str:
         return f"AuraLayer({self.format}" + (")" if self.window is None else f", window={self.window})")
