@@ -59,6 +59,18 @@ def test_refusals(refused, small, tmp_path):  # noqa: F811
     assert "at least 64 tokens" in refused("tune", "--model", small, "--tokens", "20", "--device", "cpu")
 
 
+def test_a_size_too_small_is_told_before_the_work(refused, answer, small, tmp_path, monkeypatch):  # noqa: F811
+    compare = measure.compare
+    monkeypatch.setattr(measure, "compare", None)
+    options = ("tune", "--model", small, *ARGS, "--out", tmp_path / "p.json", "--size", "k2v2")
+    said = refused(*options)
+    assert "--size k2v2 and --percent 0 leave 23." in said
+    assert "the smallest formats take 24.0: raise --percent or --size" in said
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(measure, "compare", compare)
+    assert answer(*options, "--percent", "5")["formats"] == ["k2v2"] * 2
+
+
 @pytest.mark.parametrize("contents", ["{}", "[1, 2]", '{"kind": "aurakv-tuning", "ver', '{"mark": {}, "kl": {}}', ""])
 def test_only_its_own_state_is_overwritten(refused, small, tmp_path, monkeypatch, contents):  # noqa: F811
     monkeypatch.setattr(measure, "compare", None)  # refused before anything is measured

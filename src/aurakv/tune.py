@@ -32,6 +32,7 @@ from .table import Kept
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 STATE = "aurakv-tuning"  # the kind of a file that keeps what was measured
+_UNIT = 0.01  # bytes: sizes are counted in these, rounded up
 _BATCH = 24  # caches that are measured side by side
 _CHUNK = 256  # tokens at a time: what a cache computes does not depend on it
 
@@ -103,6 +104,12 @@ def beside(policy: Policy, itemsize: int, context: int) -> float:
     return len(policy.layers) * policy.head_dim * (2 * policy.first * itemsize + 4 + itemsize) / context
 
 
+def smallest(shares: Sequence[float], head_dim: int) -> float:
+    """Bytes per token and KV head, in all layers, of the smallest formats: less is no budget for `choose`."""
+    size = Format.parse(f"k{WIDTHS[0]}v{WIDTHS[0]}", head_dim).bytes_per_token
+    return _UNIT * sum(math.ceil(share * size / _UNIT) for share in shares)
+
+
 def choose(
     layers: Sequence[Layer],
     head_dim: int,
@@ -114,7 +121,6 @@ def choose(
     least size with at most that loss."""
     if (budget is None) == (kl is None):
         raise InputError("tuning needs either a size or a KL divergence")
-    unit = 0.01
     options = []
     for layer in layers:
         choices = []
@@ -123,13 +129,13 @@ def choose(
                 name = f"k{keys}v{values}"
                 size = layer.share * Format.parse(name, head_dim).bytes_per_token
                 if math.isfinite(loss := layer.loss(keys, values)):
-                    choices.append((math.ceil(size / unit), loss, name))
+                    choices.append((math.ceil(size / _UNIT), loss, name))
         options.append(_hull(choices))
     chosen = [0] * len(options)
 
     def total() -> tuple[float, float]:
         picked = [choices[i] for choices, i in zip(options, chosen, strict=True)]
-        return unit * sum(size for size, _, _ in picked), sum(loss for _, loss, _ in picked)
+        return _UNIT * sum(size for size, _, _ in picked), sum(loss for _, loss, _ in picked)
 
     if budget is not None and total()[0] > budget:
         raise InputError(f"the smallest formats take {total()[0]:.1f} bytes per token and head, got {budget:.1f}")
@@ -138,7 +144,7 @@ def choose(
         steps = []
         for i, (choices, at) in enumerate(zip(options, chosen, strict=True)):
             for better in range(at + 1, len(choices)):
-                more = (choices[better][0] - choices[at][0]) * unit
+                more = (choices[better][0] - choices[at][0]) * _UNIT
                 if budget is None or size + more <= budget + 1e-9:
                     steps.append(((choices[at][1] - choices[better][1]) / more, i, better))
         if not steps:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..codec import Format
 from ..errors import InputError
-from ..policy import FIRST
+from ..policy import FIRST, Policy
 from . import frame, loading
 
 
@@ -65,9 +65,8 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"--out must be a .json file, got {args.out}")
     if args.kl is not None and not (args.percent is None and args.rounds is None):
         raise InputError("--percent and --rounds belong to --size: with --kl a policy is as small as its loss allows")
-    percent = args.percent or 0.0
-    if not -50 <= percent <= 400:
-        raise InputError(f"--percent must be from -50 to 400, got {percent}")
+    if not -50 <= (args.percent or 0.0) <= 400:
+        raise InputError(f"--percent must be from -50 to 400, got {args.percent}")
     for path in filter(None, (args.out, args.resume)):
         frame.in_folder(path)
     state = Results(args.resume, tune.STATE)
@@ -82,11 +81,10 @@ def run(args: argparse.Namespace) -> None:
     source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
     with screen.progress("reading the text"):
         policy = tune.calibrated(loaded.model, used, size.name, source, args.first)
+    budget = _budget(args, size, policy, loaded.model)  # refused now, not after all layers were measured
     probe = ids[:, : args.probe]
     with screen.progress("layers alone", 4 * len(policy.layers)) as step:
         layers = tune.sensitivities(loaded.model, policy, probe, args.context, state, _report(step))
-    budget = sum(layer.share for layer in layers) * size.bytes_per_token * (1 + percent / 100)
-    budget -= tune.beside(policy, loaded.model.dtype.itemsize, args.context)
     formats = tune.choose(layers, policy.head_dim, **({"kl": args.kl} if args.kl is not None else {"budget": budget}))
     policy = tune.tuned(policy, formats)
     for number in range(args.rounds or 0):
@@ -113,6 +111,22 @@ def run(args: argparse.Namespace) -> None:
     screen.say(f"policy: {args.out}")
     listed = {"layers": [asdict(layer) for layer in layers], "check": [asdict(row) for row in rows]}
     screen.result({"policy": str(args.out), "formats": formats, **listed})
+
+
+def _budget(args: argparse.Namespace, size: Format, policy: Policy, model: Any) -> float:
+    """Bytes per token and KV head of all layers that formats may take; with --kl nothing depends on it."""
+    from .. import tune
+
+    shares, percent = tune.shares(model.config, args.context), args.percent or 0.0
+    budget = sum(shares) * size.bytes_per_token * (1 + percent / 100)
+    budget -= tune.beside(policy, model.dtype.itemsize, args.context)
+    least = tune.smallest(shares, policy.head_dim)
+    if args.kl is None and budget < least:
+        raise InputError(
+            f"beside exact tokens, offsets and balances, --size {size} and --percent {percent:g} leave {budget:.1f}"
+            f" bytes per token and KV head, and the smallest formats take {least:.1f}: raise --percent or --size"
+        )
+    return budget
 
 
 def _report(step: Callable[..., None]) -> Callable[[str, int, int], None]:
