@@ -87,6 +87,14 @@ def test_no_command(refused):
     assert "choose from" in refused("nonsense")
 
 
+@pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2] for c in cli.COMMANDS])
+def test_unknown_options_point_to_the_help_of_the_command(refused, command):
+    needed = ("--memory", "1GB") if command == "plan" else ()
+    said = refused(command, *needed, "--nonsense", "3")
+    assert said == f"aurakv {command}: unrecognized arguments: --nonsense 3 (see aurakv {command} --help)"
+    assert refused("--nonsense").endswith("(see aurakv --help)")
+
+
 def test_module_and_version():
     run = subprocess.run([sys.executable, "-m", "aurakv", "--version"], capture_output=True, text=True, timeout=120)
     assert run.stdout == f"aurakv {aurakv.__version__}\n"
@@ -310,7 +318,9 @@ def _statistics(err):
 def test_generate_refuses(refused, small, tmp_path, monkeypatch):
     options = ("generate", "--model", small, "--prompt", "x")
     assert "a format name is" in refused(*options, "--format", "q4")
-    assert "takes no options" in refused(*options, "--format", "none", "--recent", 3)
+    for option in ("--first", "--recent"):
+        said = refused(*options, "--format", "none", option, 3)
+        assert said.endswith("--first and --recent belong to compressed formats, got --format none")
     assert "at least 0" in refused(*options, "--temperature", "warm")
     assert "at most 1" in refused(*options, "--top-p", 2)
     assert "--system belongs to the chat template" in refused(*options, "--raw", "--system", "be brief")

@@ -118,6 +118,8 @@ def test_refusals(refused, small, tmp_path):  # noqa: F811
     assert "name each format once" in refused("eval", *model, "--formats", "k4v4,k4v4")
     assert "a format name is" in refused("eval", *model, "--formats", "q4")
     assert "cannot be read" in refused("eval", *model, "--text", tmp_path / "none.txt")
+    (tmp_path / "empty.txt").write_text("")
+    assert "at least 2 tokens, got 0" in refused("eval", *model, "--text", tmp_path / "empty.txt")
     assert "must stay within" in refused("eval", *model, "--tokens", "32K")
     assert "must end with .png" in refused("eval", *model, "--plot", tmp_path / "x.bmp")
     assert "--lengths belongs to --needle" in refused("eval", *model, "--lengths", "1K")

@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code. What a user can do something about is one sentence on stderr and the code 2."""
-    args = parser().parse_args(argv)
+    args, unknown = parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the help of the command, not of all
     try:
         args.run(args)
         sys.stdout.flush()

@@ -38,7 +38,7 @@ def command(subparsers: Any, name: str, run: Run, summary: str, description: str
         epilog=f"examples:\n{lines}",
     )
     made.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    made.set_defaults(run=run)
+    made.set_defaults(run=run, parser=made)
     return made
 
 

@@ -57,7 +57,11 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from ..hf.choose import UNCOMPRESSED
+
     screen = frame.Screen(args)
+    if args.format == UNCOMPRESSED and not (args.first is None and args.recent is None):
+        raise InputError(f"--first and --recent belong to compressed formats, got --format {UNCOMPRESSED}")
     if args.raw and args.system is not None:
         raise InputError("--system belongs to the chat template, which --raw leaves out")
     if args.temperature == 0 and not (args.top_p is None and args.top_k is None and args.seed is None):

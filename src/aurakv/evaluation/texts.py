@@ -32,6 +32,8 @@ def ids_of(text: str, tokenizer: Any, config: Any, tokens: int | None = None) ->
     ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     start = _start(tokenizer, config)
     ids = ids if start is None else [start, *ids]
+    if len(ids) < 2:
+        raise InputError(f"a text to measure on must have at least 2 tokens, got {len(ids)}")
     if tokens is None:
         tokens = len(ids)
     if not 2 <= tokens <= len(ids):
