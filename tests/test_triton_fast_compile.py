@@ -276,6 +276,7 @@ def test_merge_compiles(together: int, several: bool) -> None:
     }
     fixed |= {"SEVERAL": several, "LOGITS": several, "KEY_OFFSET": several, "VALUE_OFFSET": several, "CHUNK": 32}
     fixed |= {"HEADS": together, "ACROSS": across, "EXACT": not several, "BALANCE": not several}
+    fixed |= {"ALONE": False}
     floats = ("pieces", "lses", "lse_out", "sink_logits", "signs", "key_offset", "value_offset", "balance")
     types = {
         **dict.fromkeys(floats, "*fp32"),

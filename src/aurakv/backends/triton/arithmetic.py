@@ -58,7 +58,7 @@ def curve(levels: Levels) -> tuple[float, ...]:
 def polynomial(levels: Levels) -> tuple[float, ...]:
     """With x = (2·code + 1)/n − 1, (2, a, b) if level = x·(a + b·x²) but for rounding; (13, a, b, c, d) for the table
     `poly13`, which has these numbers; else ()."""
-    if levels == table("poly13", 8):
+    if len(levels) == 256 and levels == table("poly13", 8):
         return (13, *POLY13[8])
     if not symmetric(levels):
         return ()

@@ -148,20 +148,20 @@ def prepare_fast(
 
     many = jobs >= MANY * _multiprocessors(device)
     seen = _seen_tiles(pages, scoring, 1 if one_each else tokens, rows)
-    short = seen <= (ALONE_TILES_OF_MANY if many else ALONE_TILES)
-    alone = splits is None and short
-    ending = (given(sink_logits), value_signs, given(pages.value_offset), *_raw_vectors(exact, key_signs, ends))
+    alone = splits is None and seen <= (ALONE_TILES_OF_MANY if many else ALONE_TILES)
+    logits, value_offset, raw = given(sink_logits), given(pages.value_offset), _raw_vectors(exact, key_signs, ends)
     ends_with = {
         "LOGITS": sink_logits is not None,
         "KEY_OFFSET": pages.key_offset is not None and cap is None,
         "VALUE_OFFSET": pages.value_offset is not None,
         "EXACT": exact is not None,
     }
+    unread = (*[key_signs] * 5, *_raw_vectors(None, key_signs, ends))  # what `fast_merge` gets otherwise
     decode = Launch(
         fast_kernel.fast_decode, (jobs if alone else programs,),
         keys, values, scales, pages.data.view(torch.int16), None, given(balance), key_signs,
         _constants(levels, device), given(pages.key_offset), pages.table, pages.lengths, ends, starts, None, None,
-        *((None, None, *ending) if alone else (*[key_signs] * 5, *_raw_vectors(None, key_signs, ends))),
+        *((None, None, logits, value_signs, value_offset, *raw) if alone else unread),
         seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages, rows), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
         stride, programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
@@ -176,10 +176,10 @@ def prepare_fast(
     chunk, together, across = _merge_plan(jobs, rows, programs, dim, device)
     merge = Launch(
         fast_merge.fast_merge, (jobs, -(-rows // together)),
-        None, None, None, None, ending[0], value_signs, None, given(balance), given(pages.key_offset), ending[2],
-        pages.lengths, ends, starts, *ending[3:],
+        None, None, None, None, logits, value_signs, None, given(balance), given(pages.key_offset), value_offset,
+        pages.lengths, ends, starts, *raw,
         seqs, tokens, pages.kv_heads, *scan, multiplier, stride, programs, heads * dim,
-        BALANCE=balance is not None, CHUNK=chunk, HEADS=together, ACROSS=across, **ends_with, **flags,
+        BALANCE=balance is not None, CHUNK=chunk, HEADS=together, ACROSS=across, ALONE=False, **ends_with, **flags,
         num_warps=max(across, min(4, together)), launch_pdl=True,
     )  # fmt: skip
 

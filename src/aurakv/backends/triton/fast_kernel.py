@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .fast_keys import both_parts, load_plane, query_planes, raw_scores, split_query
 from .fast_layouts import key_half_layout, key_layout, weight_layout
-from .fast_merge import merge_rows
+from .fast_merge import fast_merge
 from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch
 from .fast_reads import octet_slice, read_scales
 from .fast_ring import make_slot, open_ring, places, prefetch_descriptors, wait_for
@@ -41,6 +41,7 @@ from .fast_schedule import (
     advance,
     enter,
     fetch,
+    find_job,
     look_up,
     make_scan,
     next_sequence,
@@ -176,14 +177,8 @@ def fast_decode(
     b_seq = gl.minimum(o_seq, seqs - 1)
     _, b_count, b_blocks = query_rows(b_seq, starts, tokens, SCAN)
     if ALONE:
-        if SEVERAL:
-            b_jobs = gl.where(o_seq < seqs, b_blocks * kv_heads, 0)
-            ended = gl.associative_scan(b_jobs, 0, add) <= pid
-            seq = gl.minimum(gl.sum(ended.to(gl.int32), 0), seqs - 1)
-            job = pid - gl.sum(gl.where(o_seq < seq, b_jobs, 0), 0)
-        else:
-            seq = pid // kv_heads
-            job = pid - seq * kv_heads
+        b_jobs = gl.where(o_seq < seqs, b_blocks * kv_heads, 0)
+        seq, job = find_job(pid, o_seq, b_jobs, seqs, kv_heads, SCAN)
         span = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
         tile = span[0]
         known = job < kv_heads * span[4]  # there may be fewer jobs than programs
@@ -362,10 +357,9 @@ def fast_decode(
     if ALONE:
         meet()  # the piece is there for all lanes
         MEMBERS: gl.constexpr = 1 if ROWS == 1 else 2 if ROWS == 2 else HEADS
-        merge_rows(
-            pid, 0, pieces, lses, out, lse_out, sink_logits, value_signs, q, balance, offset, value_offset, lengths,
-            ends, starts, exact, exact_table, exact_lengths, exact_size, exact_keys, exact_values, seqs, tokens,
-            kv_heads, first, recent, window, sinks, bias_scale, q_stride, 0, kv_heads * (GROUP * DIM), GROUP, ROWS, DIM,
-            TILE, SEQS, CLIP, WINDOW, SINKS, SEVERAL, LOGITS, KEY_OFFSET, VALUE_OFFSET, EXACT, BALANCE, 1, MEMBERS, 1,
-            True,
+        fast_merge(
+            pieces, lses, out, lse_out, sink_logits, value_signs, q, balance, offset, value_offset, lengths, ends,
+            starts, exact, exact_table, exact_lengths, exact_size, exact_keys, exact_values, seqs, tokens, kv_heads,
+            first, recent, window, sinks, bias_scale, q_stride, 0, kv_heads * (GROUP * DIM), GROUP, ROWS, DIM, TILE,
+            SEQS, CLIP, WINDOW, SINKS, SEVERAL, LOGITS, KEY_OFFSET, VALUE_OFFSET, EXACT, BALANCE, 1, MEMBERS, 1, True,
         )  # fmt: skip

@@ -18,12 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from .fast_primitives import hadamard
-from .fast_schedule import add, make_scan, query_rows, seen, span_of
+from .fast_schedule import find_job, make_scan, query_rows, seen, span_of
 
 
-@gluon.jit
-def merge_rows(
-    number, member,
+@gluon.jit(do_not_specialize_on_alignment=["programs"])  # it changes as a cache grows
+def fast_merge(
     pieces, lses, out, lse_out, sink_logits, signs, q, balance, key_offset, value_offset, lengths, ends, starts,
     exact, exact_table, exact_lengths, exact_size, exact_keys, exact_values,
     seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs, out_stride,
@@ -32,10 +31,12 @@ def merge_rows(
     LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, EXACT: gl.constexpr,
     BALANCE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
-    """Put the pieces of HEADS rows of job `number`, from `member` on, together, CHUNK at a time, and rotate the results
-    back. ALONE: the job is one piece, with its number.
+    """Put the pieces of HEADS rows of a job together, CHUNK at a time, and rotate the results back. ALONE: the end of
+    `fast_decode`, whose program has found all of the job: one piece, with its number.
 
     signs: value signs / √DIM. ACROSS of the warps share the pieces, the others the rows."""
+    number = gl.program_id(0)  # of the job
+    member = 0 if ALONE else gl.program_id(1) * HEADS
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 1, DIM // 32], [1, 1, 32], [ACROSS, WARPS // ACROSS, 1], [2, 1, 0])
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
@@ -52,14 +53,7 @@ def merge_rows(
     b_seq = gl.minimum(o_seq, seqs - 1)
     _, b_count, b_blocks = query_rows(b_seq, starts, tokens, SCAN)
     b_jobs = gl.where(o_seq < seqs, b_blocks * kv_heads, 0)
-    if SEVERAL:
-        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one that can be scanned
-        b_below = gl.associative_scan(gl.convert_layout(b_jobs, LINE), 0, add)
-        seq = gl.minimum(gl.sum((b_below <= number).to(gl.int32), 0), seqs - 1)
-        job = number - gl.sum(gl.where(o_seq < seq, b_jobs, 0), 0)
-    else:
-        seq = number // kv_heads
-        job = number - seq * kv_heads
+    seq, job = find_job(number, o_seq, b_jobs, seqs, kv_heads, SCAN)
     if ALONE:
         t0, t1, _, _, _ = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
         tiles = t1 - t0
@@ -161,22 +155,3 @@ def merge_rows(
     m_out = gl.convert_layout(m_row.to(gl.int32), ROW)[:, None] > 0
     gl.store(out + o_out + o_column, y.to(out.dtype.element_ty), mask=m_out & (o_column >= 0))
     gl.store(lse_out + o_token * (kv_heads * GROUP) + head, (top + gl.log2(whole)) * 0.6931471805599453, mask=m_row)
-
-
-@gluon.jit(do_not_specialize_on_alignment=["programs"])  # it changes as a cache grows
-def fast_merge(
-    pieces, lses, out, lse_out, sink_logits, signs, q, balance, key_offset, value_offset, lengths, ends, starts,
-    exact, exact_table, exact_lengths, exact_size, exact_keys, exact_values,
-    seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs, out_stride,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr,
-    CLIP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SEVERAL: gl.constexpr,
-    LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, EXACT: gl.constexpr,
-    BALANCE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr,
-):  # fmt: skip
-    merge_rows(
-        gl.program_id(0), gl.program_id(1) * HEADS, pieces, lses, out, lse_out, sink_logits, signs, q, balance,
-        key_offset, value_offset, lengths, ends, starts, exact, exact_table, exact_lengths, exact_size, exact_keys,
-        exact_values, seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs,
-        out_stride, GROUP, ROWS, DIM, TILE, SEQS, CLIP, WINDOW, SINKS, SEVERAL, LOGITS, KEY_OFFSET, VALUE_OFFSET,
-        EXACT, BALANCE, CHUNK, HEADS, ACROSS, False,
-    )  # fmt: skip

@@ -54,6 +54,19 @@ def query_rows(seq, starts, tokens, SCAN: gl.constexpr):
 
 
 @gluon.jit
+def find_job(number, o_seq, b_jobs, seqs, kv_heads, SCAN: gl.constexpr):
+    """The sequence of a job, and its number there. b_jobs: how many jobs the sequences o_seq have."""
+    if SCAN.several:
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])  # one that can be scanned
+        b_below = gl.associative_scan(gl.convert_layout(b_jobs, LINE), 0, add)
+        seq = gl.minimum(gl.sum((b_below <= number).to(gl.int32), 0), seqs - 1)
+        return seq, number - gl.sum(gl.where(o_seq < seq, b_jobs, 0), 0)
+    else:
+        seq = number // kv_heads
+        return seq, number - seq * kv_heads
+
+
+@gluon.jit
 def seen(seq, count, ends, lengths, scan, SCAN: gl.constexpr):
     """(t0, t1, edge, shift) of the tiles that hold every key that the queries of a sequence see."""
     TILE: gl.constexpr = SCAN.tile
