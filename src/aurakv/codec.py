@@ -185,6 +185,11 @@ class Format:
         return self.name
 
     @property
+    def full_name(self) -> str:
+        """With every option of both sides: defaults may change, what this says does not."""
+        return f"k{self.key.name}/v{self.value.name}"
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token of one KV head: codes and scales of key and value.
 

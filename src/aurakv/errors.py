@@ -39,5 +39,9 @@ def needing(package: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        sentence = f'this needs the package {package}: pip install "aurakv[{extra}]"'
-        raise ModuleNotFoundError(sentence, name=package) from None
+        raise ModuleNotFoundError(missing(package, extra), name=package) from None
+
+
+def missing(package: str, *extras: str) -> str:
+    """What brings a package that is not installed."""
+    return f'this needs the package {package}: pip install "aurakv[{",".join(sorted(extras))}]"'

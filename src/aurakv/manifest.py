@@ -59,7 +59,7 @@ class Manifest(NamedTuple):
         fields: dict[str, Any] = {
             "kind": KIND,
             "version": VERSION,
-            "format": f"k{format.key.name}/v{format.value.name}",  # all spelled out: defaults may change, files not
+            "format": format.full_name,
             "key_dim": format.key.dim,
             "value_dim": format.value.dim,
             "kv_heads": self.kv_heads,

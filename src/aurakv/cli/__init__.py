@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..errors import AuraError
+from ..errors import AuraError, missing
 from . import bench, demo, eval, frame, generate, info, plan, tune
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package not in _EXTRAS:
             raise
         extras = {"cli", _EXTRAS[package], *(["hf"] if args.command in _WITH_MODEL else [])}  # all, to install once
-        return _fail(args, f'this needs the package {package}: pip install "aurakv[{",".join(sorted(extras))}]"')
+        return _fail(args, missing(package, *extras))
     except BrokenPipeError:  # the reader of a pipe has gone, which is no error; do not let the exit flush into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

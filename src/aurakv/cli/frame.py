@@ -71,20 +71,20 @@ def token_list(text: str) -> list[int]:
 
 
 def count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    return _whole(text, 1, 2**31 - 1, "of at least 1")
 
 
 def threads(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_THREADS):
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_THREADS}, got {text!r}")
-    return int(text)
+    return _whole(text, 1, MAX_THREADS, f"from 1 to {MAX_THREADS}")
 
 
 def natural(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
+    return _whole(text, 0, 2**31 - 1, "of at least 0")
+
+
+def _whole(text: str, least: int, most: int, allowed: str) -> int:
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}")
     return int(text)
 
 

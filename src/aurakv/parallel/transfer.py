@@ -172,7 +172,7 @@ def _compare(sent: _Sent, cache: KVCache, seq: int) -> None:
     ring = (table.kept, table.pool.page_size) if table.kept is not None else (None, 0)
     checksums = {name: _digest(offset) for name, offset in _offsets(cache).items()}
     for name, ours, theirs in (
-        ("format", _spelled(cache.format), _spelled(manifest.format)),
+        ("format", cache.format.full_name, manifest.format.full_name),
         ("dimensions", _dims(cache.format), _dims(manifest.format)),
         ("KV heads", table.pool.kv_heads, manifest.kv_heads),
         ("exact tokens", Exact() if exact is None else cache.exact, manifest.exact),
@@ -264,10 +264,6 @@ def _offsets(cache: KVCache) -> dict[str, Tensor]:
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
-
-
-def _spelled(format: Format) -> str:
-    return f"k{format.key.name}/v{format.value.name}"
 
 
 def _dims(format: Format) -> tuple[int, int]:
