@@ -43,7 +43,8 @@ text = model.generate(inputs, attention_mask=mask, past_key_values=cache, max_ne
 if size == 1 or dist.get_rank() == 0:
     print("RESULT", json.dumps([cache.layers[0].cache.pool.kv_heads, cache.bytes_held, text[:, 40:].tolist()]))
 if size > 1:
-    dist.destroy_process_group()  # else a process may abort as it ends: "terminate called without an active exception"
+    dist.barrier()  # a process may abort as it ends, "terminate called without an active exception", if the other one
+    dist.destroy_process_group()  # still talks, or if nobody says that the group is at its end
 """
 
 
