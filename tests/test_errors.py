@@ -639,7 +639,7 @@ MAKING = [
     case("why_not format", lambda w: kv.why_not("native", "k99v99"), "format must be a Format", "'k99v99'"),
     case("table kind", lambda w: kv.Codec.key(64, 2, table=5), "level table", "lloyd-max", "5"),
     case("levels kind", lambda w: kv.Codec.key(64, 2, table=["a"] * 4), "level table", "numbers", "'a'"),
-    case("tables of a width", lambda w: kv.Format.parse("k8:int/v8", 64), "option of k8", "poly13", "'int'"),
+    case("tables of a width", lambda w: kv.Format.parse("k8:int/v8", 64), "option of k8", "poly7", "'int'"),
     case("register", lambda w: backends.register(SimpleNamespace(name="reference")), "'reference' is taken"),
 ]
 

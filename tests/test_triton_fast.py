@@ -25,8 +25,9 @@ needs_gpu = pytest.mark.skipif(
 )
 DEFAULT = Scoring()
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
-THREE = ["k3v3", "k3/v3:minifloat", "k3v4", "k4v3", "k8v3"]  # bits, copied and read in their own way
-FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8v4", "k8v8", "k8:cubic/v8:cubic", "k4v2", "k2v4", *THREE]
+# rows that lie as in memory
+FLAT = ["k3v3", "k3/v3:minifloat", "k3v4", "k4v3", "k8v3", "k5v4", "k6v6", "k4v5", "k5v3"]
+FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8v4", "k8v8", "k8:cubic/v8:cubic", "k4v2", "k2v4", *FLAT]
 UNIFORM = "k2/v2:uniform"
 
 
@@ -170,7 +171,7 @@ def test_contiguous_of_any_size(group: int) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", THREE)
+@pytest.mark.parametrize("name", FLAT)
 @pytest.mark.parametrize("page_size", [32, 128, 333])
 @pytest.mark.parametrize("group", [4, 8])
 def test_three_bits(name: str, page_size: int, group: int) -> None:
@@ -203,7 +204,7 @@ def test_dims(dim: int, dtype: torch.dtype, group: int) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize(
-    ("name", "dim"), [(n, 256) for n in FORMATS if "3" not in n] + [("k8v8", 64), ("k8:cubic/v4", 64)]
+    ("name", "dim"), [(n, 256) for n in FORMATS if n not in FLAT] + [("k8v8", 64), ("k8:cubic/v4", 64)]
 )
 @pytest.mark.parametrize("group", [4, 8])
 def test_widths_of_other_dims(name: str, dim: int, group: int) -> None:

@@ -39,9 +39,13 @@ _CUBIC: dict[int, tuple[float, float]] = {
     8: (0.0158595, 6.633752e-05),
 }
 
-# level = a·(x + p), p = b·x⁵ + c·x⁹ + d·x¹³ in float16 arithmetic, with x = (2·code + 1)/2^bits − 1: (a, b, c, d), of
-# which b, c, d are float16 numbers. x and p, and so the levels but for a factor, are sums of two float16 numbers.
-POLY13: dict[int, tuple[float, float, float, float]] = {8: (2.206212, 1.0322265625, -1.6904296875, 1.7412109375)}
+# level = a·r, r = x + b·x³ + c·x⁵ + d·x⁷ in float16 arithmetic, with x = (2·code + 1)/2^bits − 1: (a, b, c, d), of which
+# b, c, d are float16 numbers. The levels are float16 numbers but for a factor.
+POLY7: dict[int, tuple[float, float, float, float]] = {
+    5: (2.197586, -0.1068115234375, 0.69970703125, 0.0),  # a longer one would gain 0.9%
+    6: (2.079480, 0.7275390625, -1.3974609375, 1.5517578125),
+    8: (2.085509, 1.0517578125, -2.353515625, 2.451171875),
+}
 
 # level = distance · (code − (2^bits − 1)/2).
 _UNIFORM = {2: 0.9956867, 3: 0.5860194, 4: 0.3352006, 5: 0.1881388, 6: 0.104063, 8: 0.03076239}
@@ -90,13 +94,13 @@ def table(name: str, bits: int) -> Levels:
         return _mirror([a * x * (1 + b * x * x) for x in steps])
     if name == "uniform" and bits in _UNIFORM:
         return _mirror([_UNIFORM[bits] * (i + 0.5) for i in range(2 ** (bits - 1))])
-    if name == "poly13" and bits in POLY13:
-        a, b, c, d = POLY13[bits]
+    if name == "poly7" and bits in POLY7:
+        a, b, c, d = POLY7[bits]
         half = []
         for x in ((2 * i + 1) / 2**bits for i in range(2 ** (bits - 1))):
-            s = float16(float16(x * x) ** 2)
+            s = float16(x * x)
             u = float16(s * float16(s * d + c) + b)
-            half.append(a * (x + float16(float16(s * x) * u)))
+            half.append(a * float16(float16(s * x) * u + x))
         return _mirror(half)
     if name == "minifloat" and bits in _MINIFLOAT:
         scale, codes = _MINIFLOAT[bits][0], 2**bits
@@ -108,13 +112,13 @@ def table(name: str, bits: int) -> Levels:
     raise InputError(f"level table must be one of {list(TABLES)} or a list of levels, got {name!r}")
 
 
-TABLES = ("lloyd-max", "int8", "cubic", "poly13", "minifloat", "uniform")
+TABLES = ("lloyd-max", "int8", "cubic", "poly7", "minifloat", "uniform")
 
 
 def widths(name: str) -> list[int]:
     """The widths for which a named table is defined."""
     known: dict[str, Iterable[int]] = {
-        "lloyd-max": CODE_BITS, "int8": _INT8, "cubic": _CUBIC, "poly13": POLY13, "minifloat": _MINIFLOAT,
+        "lloyd-max": CODE_BITS, "int8": _INT8, "cubic": _CUBIC, "poly7": POLY7, "minifloat": _MINIFLOAT,
         "uniform": _UNIFORM,
     }  # fmt: skip
     return list(known[name])

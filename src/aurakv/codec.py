@@ -213,7 +213,7 @@ def default_options(side: Side, bits: int) -> dict[str, object]:
         return {"dtype": torch.bfloat16}
     small = "int8" if side == "key" else "cubic"
     return {
-        "table": small if bits <= 4 else "poly13" if bits == 8 else "lloyd-max",
+        "table": small if bits <= 4 else "poly7",
         "scale": "l2" if side == "key" else "lsq",
         "dtype": torch.float16,
         "seed": 0 if side == "key" else 1,

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from ...codebook import POLY13, Levels, table
+from ...codebook import POLY7, Levels, table
 
 FAST_ERROR = 3e-5  # of a level, relative: below what rounding to float16 costs
 KEY_ERROR = 1.5e-4  # of a key's level in float16, relative
@@ -15,7 +15,10 @@ MAX_TERMS = 8
 
 @functools.cache
 def float16_unit(levels: Levels) -> float:
-    """A factor in [1, 2) that takes the levels closest to float16 numbers; 0.0 if none takes them close enough."""
+    """A factor that takes the levels closest to float16 numbers; 0.0 if none takes them close enough."""
+    kind, *numbers = polynomial(levels) or (0,)
+    if kind == 7:
+        return 1 / numbers[0]
     if len(levels) > 16:
         return 0.0
     table = np.abs(np.array([x for x in levels if x != 0]))
@@ -56,10 +59,11 @@ def curve(levels: Levels) -> tuple[float, ...]:
 
 @functools.cache
 def polynomial(levels: Levels) -> tuple[float, ...]:
-    """With x = (2·code + 1)/n − 1, (2, a, b) if level = x·(a + b·x²) but for rounding; (13, a, b, c, d) for the table
-    `poly13`, which has these numbers; else ()."""
-    if len(levels) == 256 and levels == table("poly13", 8):
-        return (13, *POLY13[8])
+    """With x = (2·code + 1)/n − 1, (2, a, b) if level = x·(a + b·x²) but for rounding; (7, a, b, c, d) for the table
+    `poly7`, which has these numbers; else ()."""
+    bits = len(levels).bit_length() - 1
+    if bits in POLY7 and levels == table("poly7", bits):
+        return (7, *POLY7[bits])
     if not symmetric(levels):
         return ()
     half = np.array(levels[len(levels) // 2 :])

@@ -126,13 +126,14 @@ def fused(a, b, c):
 
 
 @triton.jit
-def poly13(x, COEF: tl.constexpr):
-    """What the table `poly13` adds to x, in the same float16 arithmetic."""
+def poly7(x, COEF: tl.constexpr):
+    """The levels of the table `poly7` but for its factor, in the same float16 arithmetic."""
     s = x * x
-    s = s * s
-    u = fused(s, tl.full(x.shape, COEF[4], tl.float16), tl.full(x.shape, COEF[3], tl.float16))
+    u = tl.full(x.shape, COEF[3], tl.float16)
+    if COEF[4] != 0:
+        u = fused(s, tl.full(x.shape, COEF[4], tl.float16), u)
     u = fused(s, u, tl.full(x.shape, COEF[2], tl.float16))
-    return (s * x) * u
+    return fused(s * x, u, x)
 
 
 @triton.jit
@@ -142,8 +143,8 @@ def to_levels(code, p_levels, BITS: tl.constexpr, COEF: tl.constexpr):
         return tl.load(p_levels + code.to(tl.int32))
     else:
         x = centred(code, BITS)
-        if COEF[0] == 13:
-            return COEF[1] * (x + poly13(x.to(tl.float16), COEF).to(tl.float32))
+        if COEF[0] == 7:
+            return COEF[1] * poly7(x.to(tl.float16), COEF).to(tl.float32)
         t = x * x
         if COEF[0] == 0:
             t = log2((1 + 2**-BITS) - t)
@@ -235,9 +236,6 @@ def load_level_pairs(p_row, m_row, p_levels, SIDE: tl.constexpr):
         word = tl.load(p_levels + code.to(tl.int32))
         first = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
         return first, ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    elif COEF[0] == 13:  # SIDE.unit is 1 / COEF[1]
-        first = centred(code, BITS).to(tl.float16)
-        return first, poly13(first, COEF)
     else:
         level = to_levels(code, p_levels, BITS, COEF) * SIDE.unit
         first = level.to(tl.float16)

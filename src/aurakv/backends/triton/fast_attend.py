@@ -1,7 +1,7 @@
 """The fast decode path: which calls it serves, and their launch. Everything else is the portable kernel's.
 
-Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, or with 8-bit keys as two float16
-numbers; weights times value scales are float16, sums are float32.
+Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, or with keys of more than 4 bits as
+two float16 numbers; weights times value scales are float16, sums are float32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...pages import Pages
 from ...partial import Partial
 from ...rotation import signs
 from ...scoring import Scoring
-from . import fast_kernel, fast_levels, fast_merge
+from . import fast_kernel, fast_levels, fast_merge, fast_ring
 from .launch import Launch
 
-WIDTHS = {2: (128, 256), 3: (128,), 4: (64, 128, 256), 8: (64, 128, 256)}  # dims by width
+WIDTHS = {2: (128, 256), 3: (128,), 4: (64, 128, 256), 5: (128,), 6: (128,), 8: (64, 128, 256)}  # dims by width
 MAX_SEQS = 1024
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
 MAX_EXACT = 16  # first tokens that `fast_merge` scores
@@ -258,7 +258,8 @@ def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.dev
 def _tile(pages: Pages, rows: int) -> int:
     """Tokens of a tile: no page boundary inside, and the programs of a multiprocessor fit it with two tiles each."""
     small = pages.page_size % 64 and pages.table.shape[1] > 1
-    return 32 if small or rows > 8 or pages.format.bytes_per_token > 190 else 64
+    large = pages.format.bytes_per_token > 190 or pages.format.key.bits in (5, 6)  # these keys need many registers
+    return 32 if small or rows > 8 or large else 64
 
 
 def _page_tiles(pages: Pages, rows: int) -> int:
@@ -266,16 +267,17 @@ def _page_tiles(pages: Pages, rows: int) -> int:
 
 
 def _whole(pages: Pages, rows: int) -> int:
-    """0: a tile may reach beyond its page. 2: a page of 3-bit codes is a tile, and one copy."""
+    """0: a tile may reach beyond its page. 2: a page of flat rows is a tile, and one copy."""
     tile = _tile(pages, rows)
     if pages.page_size % tile:
         return 0
-    return 2 if pages.page_size == tile and pages.format.key.bits == pages.format.value.bits == 3 else 1
+    flat = fast_ring.flat(pages.format.key.bits) and fast_ring.flat(pages.format.value.bits)
+    return 2 if pages.page_size == tile and flat else 1
 
 
 def _residents(format: Format, rows: int) -> int:
     """Programs that share a multiprocessor: two to four for each of its four parts."""
-    few = format.value.bits == 4 and format.key.dim == 128 and format.key.bits < 8  # reading bounds these: 8 do
+    few = format.value.bits == 4 and format.key.dim == 128 and format.key.bits <= 4  # reading bounds these: 8 do
     return 8 if few or _registers(format, rows) > 168 else 16 if _registers(format, rows) <= 128 else 12
 
 
@@ -288,9 +290,9 @@ def _registers(format: Format, rows: int) -> int:
         return 128
     levels = fast_levels.levels(format)
     minifloat = value.bits == 4 and levels is not None and levels.value.kind == fast_levels.MINIFLOAT
-    if key.bits == 3 and minifloat:
+    if (key.bits == 3 and minifloat) or (key.bits <= 4 and value.bits in (5, 6)):
         return 216
-    return 168 if key.dim == 64 or key.bits == 8 or rows <= 4 or (value.bits == 4 and not minifloat) else 216
+    return 168 if key.dim == 64 or key.bits > 4 or rows <= 4 or (value.bits == 4 and not minifloat) else 216
 
 
 @functools.cache
@@ -308,12 +310,13 @@ def _descriptors(pages: Pages, tile: int) -> tuple[TensorDescriptor, ...]:
         pieces, size = words.shape[0] * words.shape[1], words.shape[2]
         swizzled = gl.NVMMASharedLayout(128, 16, rank=4)  # lines of 128 bytes, the widest that TMA swizzles
         key, value = pages.format.key, pages.format.value
-        both = 2 if key.bits == value.bits != 3 else 1
+        both = 2 if key.bits == value.bits and not fast_ring.flat(key.bits) else 1
 
         def codes(at: int, codec: Codec) -> TensorDescriptor:
             start = words.storage_offset() + at // 2
-            if codec.bits == 3:  # not used: `fast_ring` copies these
-                view = words.as_strided((pieces, 1, pages.page_size, 24), (size, size, 24, 1), start)
+            if fast_ring.flat(codec.bits):  # not used: `fast_ring` copies these
+                row = codec.row_bytes // 2
+                view = words.as_strided((pieces, 1, pages.page_size, row), (size, size, row, 1), start)
                 return TensorDescriptor.from_tensor(view, [1, 1, tile, 32], gl.NVMMASharedLayout(64, 16, rank=4))
             lines = -(-pages.page_size * codec.row_bytes // 128)
             view = words.as_strided((pieces, both, lines, 64), (size, layout.value_codes // 2, 64, 1), start)

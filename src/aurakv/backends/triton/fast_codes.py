@@ -5,15 +5,17 @@ as bytes, `prmt(low, w)` gives the level of codes below 8 (and −1 for the othe
 whose selector has bit 3 set), `prmt(high + 1, w ^ 0x8888)` gives level + 1 of the codes from 8 on and 0 for the others.
 Their sum is the level; a second integer MMA does the addition. Of 2 bits: codes under masks are selectors, one MMA. Of
 3 bits: 12 bytes of a row belong to a lane. Codes 4k + r lie 12 bits apart, so that in the three words, laid over each
-other, each has a nibble of its own; queries follow that order. Of 8 bits: a polynomial in float16, `_key_cubic` and
-`_key_poly13`.
+other, each has a nibble of its own; queries follow that order. Of 5, 6 and 8 bits: polynomials in float16.
 
 Values. `ldmatrix.trans` on 16-bit units gives registers [token t: a unit | token t+1: the same unit]; code i of both
 halves is one half2. MINIFLOAT: a 4-bit code at bits 8-11 of a half (3 bits: 9-11) is a small float f(code); level =
 f(code) − f(last code − code), by two MMAs. CUBIC: 1024 + code by the exponent trick, then a cubic in half2 arithmetic.
-POLY13: keys and values of 8 bits, as the table says. BITS: 2-bit codes under a mask are tiny floats; a second MMA adds
-what the upper bit has too much. LINE: it has nothing too much. Of 3 bits: 6 bytes
-belong to a lane, which no `ldmatrix` reads: lanes read as for keys, and `movmatrix` transposes.
+POLY7: as the table says. BITS: 2-bit codes under a mask are tiny floats; a second MMA adds what the upper bit has too
+much. LINE: it has nothing too much.
+
+Rows of 3, 5 and 6 bits have no codes in units of their own. A lane reads the words of 32 codes of a token, twice as many
+units as a code has bits. Keys of 5 and 6 bits are pairs of codes i and i + 16 of one token, in the halves of a register;
+values are pairs of tokens: `movmatrix` transposes the units, after which lane g has 16 codes.
 
 Inline assembly here moves data between lanes or changes the meaning of the index; the callers' layouts say how.
 """
@@ -98,27 +100,20 @@ def _odd_bytes() -> list[str]:
     return lines
 
 
-def _poly13(i: int, b: str, c: str, d: str) -> list[str]:
-    """s: x⁴ of x{i}; u: b + c·s + d·s²."""
-    lines = [f"mul.rn.f16x2 s, x{i}, x{i};", "mul.rn.f16x2 s, s, s;"]
-    return [*lines, f"fma.rn.f16x2 u, s, {d}, {c};", f"fma.rn.f16x2 u, s, u, {b};"]
+def _poly7(to: str, x: str, bits: int, b: str, c: str, d: str) -> list[str]:
+    """x + b·x³ + c·x⁵ + d·x⁷, rounded as the table `poly7` says; of 5 bits d is 0."""
+    lines = [f"mul.rn.f16x2 s, {x}, {x};"]
+    if bits > 5:
+        lines.append(f"fma.rn.f16x2 u, s, {d}, {c};")
+    lines.append(f"fma.rn.f16x2 u, s, {'u' if bits > 5 else c}, {b};")
+    return [*lines, f"mul.rn.f16x2 s, s, {x};", f"fma.rn.f16x2 {to}, s, u, {x};"]
 
 
-def _key_poly13() -> str:
-    """$0 $1: x of codes 0 and 1; $2 $3: b·x⁵ + c·x⁹ + d·x¹³, rounded as the table `poly13` says: both are exact. $4:
-    two units. $5 $7 $9: b, c, d, twice each."""
-    lines = ["{", ".reg .b32 w, unit, middle, x0, x1, s, u;", "mov.b32 w, $4;", *_odd_bytes()]
-    for i in range(2):
-        lines += [*_poly13(i, "$5", "$7", "$9"), f"mul.rn.f16x2 s, s, x{i};"]
-        lines += [f"mul.rn.f16x2 ${i + 2}, s, u;", f"mov.b32 ${i}, x{i};"]
-    return "\n".join([*lines, "}"])
-
-
-def _value_poly13() -> str:
-    """$0 $1: x + b·x⁵ + c·x⁹ + d·x¹³ of codes 0 and 1. $2: two units. $3 $5 $7: b, c, d in both halves."""
+def _poly7_of_8() -> str:
+    """$0 $1: levels of codes 0 and 1 over their step. $2: two units. $3 $5 $7: b, c, d in both halves."""
     lines = ["{", ".reg .b32 w, unit, middle, x0, x1, s, u;", "mov.b32 w, $2;", *_odd_bytes()]
     for i in range(2):
-        lines += [*_poly13(i, "$3", "$5", "$7"), f"mul.rn.f16x2 s, s, x{i};", f"fma.rn.f16x2 ${i}, s, u, x{i};"]
+        lines += _poly7(f"${i}", f"x{i}", 8, "$3", "$5", "$7")
     return "\n".join([*lines, "}"])
 
 
@@ -152,17 +147,27 @@ def _value_minifloat() -> str:
     return "\n".join([*lines, "}"])
 
 
-def _odd_cubics(places: Sequence[tuple[str, int]], bits: int, r: str) -> list[str]:
-    """$0 …: x·(x² + r) of the codes whose place in both halves of a word is given, x = (code − middle) / 2^(bits − 1).
+_CENTRE = (".reg .b32 x, magic, unit, middle;", "mov.b32 magic, 0x64006400;")  # 1024, a code under it
 
-    A place is at least bit 1, so that the middle is a float16 number."""
-    lines = [".reg .b32 x, y, magic, unit, middle;", "mov.b32 magic, 0x64006400;"]  # 1024, a code under it
+
+def _centred(word: str, at: int, bits: int) -> list[str]:
+    """x: (code − middle) / 2^(bits − 1) of the codes at a place in both halves of a word.
+
+    A place is at least bit 1, so that the middle is a float16 number, and at most 10 − bits."""
     last, half = (1 << bits) - 1, 2.0 ** (bits - 1)
+    return [
+        f"lop3.b32 x, {word}, {0x00010001 * last << at}, magic, 0xEA;",
+        f"mov.b32 unit, {half2(2.0**-at / half)};",
+        f"mov.b32 middle, {half2(-(1024 * 2.0**-at + last / 2) / half)};",
+        "fma.rn.f16x2 x, x, unit, middle;",
+    ]
+
+
+def _odd_cubics(places: Sequence[tuple[str, int]], bits: int, r: str) -> list[str]:
+    """$0 …: x·(x² + r) of the codes at these places."""
+    lines = [*_CENTRE, ".reg .b32 y;"]
     for i, (word, at) in enumerate(places):
-        lines.append(f"lop3.b32 x, {word}, {0x00010001 * last << at}, magic, 0xEA;")
-        lines.append(f"mov.b32 unit, {half2(2.0**-at / half)};")
-        lines.append(f"mov.b32 middle, {half2(-(1024 * 2.0**-at + last / 2) / half)};")
-        lines += ["fma.rn.f16x2 x, x, unit, middle;", f"fma.rn.f16x2 y, x, x, {r};", f"mul.rn.f16x2 ${i}, x, y;"]
+        lines += [*_centred(word, at, bits), f"fma.rn.f16x2 y, x, x, {r};", f"mul.rn.f16x2 ${i}, x, y;"]
     return lines
 
 
@@ -179,45 +184,69 @@ _VALUE_CUBIC8 = gl.constexpr(_value_cubic8())
 _VALUE_BITS = gl.constexpr(_value_bits((0x00030003, 0x00020002)))
 _VALUE_LINE = gl.constexpr(_value_bits((0x00030003,)))
 _KEY_CUBIC = gl.constexpr(_key_cubic())
-_KEY_POLY13 = gl.constexpr(_key_poly13())
-_VALUE_POLY13 = gl.constexpr(_value_poly13())
+_POLY7_OF_8 = gl.constexpr(_poly7_of_8())
 
 
-def _triple(at: str) -> list[str]:
-    """a b c: the 96 bits of 32 codes of one token."""
-    return [f"ld.shared.b32 {word}, [{at}+{4 * i}];" for i, word in enumerate("abc")]
+def _words(bits: int, at: str) -> list[str]:
+    """w0 …: the words of 32 codes of one token, which are as many as a code has bits."""
+    lines = [f".reg .b32 {', '.join(f'w{i}' for i in range(bits))};"]
+    if bits % 2:
+        return [*lines, *(f"ld.shared.b32 w{i}, [{at}+{4 * i}];" for i in range(bits))]
+    return [*lines, *(f"ld.shared.v2.b32 {{w{i}, w{i + 1}}}, [{at}+{4 * i}];" for i in range(0, bits, 2))]
 
 
 def _key3() -> str:
     """$0-$7: levels of a lane's 32 codes at $8; registers 2r and 2r + 1 those of codes 4k + r, k in the order 0 3 6 1
     and 4 7 2 5. $16 $24: levels."""
-    lines = ["{", ".reg .b32 a, b, c, x, t;", *_triple("$8")]
+    lines = ["{", ".reg .b32 x, t;", *_words(3, "$8")]
     for r in range(4):
         # codes 12 bits apart in three words: none is where another is modulo 32, and each in a nibble of its own
         masks = [sum(1 << bit % 32 for i in range(r, 32, 4) for bit in range(3 * i, 3 * i + 3) if bit // 32 == w)
                  for w in range(3)]  # fmt: skip
-        lines += [f"and.b32 x, a, {masks[0]};", f"lop3.b32 x, b, {masks[1]}, x, 0xEA;"]
-        lines += [f"lop3.b32 x, c, {masks[2]}, x, 0xEA;"]
+        lines += [f"and.b32 x, w0, {masks[0]};", f"lop3.b32 x, w1, {masks[1]}, x, 0xEA;"]
+        lines += [f"lop3.b32 x, w2, {masks[2]}, x, 0xEA;"]
         lines += [f"shf.r.wrap.b32 t, x, x, {3 * r + 16};"]
         lines += [f"shf.r.wrap.b32 x, x, x, {3 * r};"] if r else []
         lines += [f"prmt.b32 ${2 * r}, $16, $24, x;", f"prmt.b32 ${2 * r + 1}, $16, $24, t;"]
     return "\n".join([*lines, "}"])
 
 
-def _units3(at: str) -> list[str]:
-    """p0 p1 p2: units 3g, 3g + 1, 3g + 2 of tokens 2c (lower halves) and 2c + 1, from the three words of 32 codes that
-    each lane finds at its address. q0 q1: the units that begin in the middle of p0 and of p1."""
-    lines = [".reg .b32 a, b, c, p0, p1, p2, q0, q1, t;", *_triple(at)]
-    # columns 2c and 2c + 1 of an 8×8 matrix become rows: the first three units of the words, and the last three
-    for name, words, picks in (("p0", "a, b", 0x7610), ("p1", "a, c", 0x5432), ("p2", "b, c", 0x7610)):
-        lines += [f"prmt.b32 t, {words}, {picks};", f"movmatrix.sync.aligned.m8n8.trans.b16 {name}, t;"]
-    return [*lines, "prmt.b32 q0, p0, p1, 0x6341;", "prmt.b32 q1, p1, p2, 0x6341;"]
+def _units(bits: int, at: str, turned: bool) -> list[str]:
+    """p0 …: units 0 … of the words of 32 codes that each lane finds at its address (lower halves), and those `bits`
+    further on. If turned, units bits·g … of tokens 2c and 2c + 1. q0 …: the units that begin in the middle of p0 …."""
+    names = [f"p{i}" for i in range(bits)] + [f"q{i}" for i in range(bits - 1)]
+    lines = [f".reg .b32 t, {', '.join(names)};", *_words(bits, at)]
+    for i in range(bits):
+        j = i + bits
+        picks = (0x7600 if j % 2 else 0x5400) | (0x32 if i % 2 else 0x10)
+        lines.append(f"prmt.b32 {'t' if turned else f'p{i}'}, w{i // 2}, w{j // 2}, {picks};")
+        if turned:  # columns 2c and 2c + 1 of an 8×8 matrix become rows
+            lines.append(f"movmatrix.sync.aligned.m8n8.trans.b16 p{i}, t;")
+    return [*lines, *(f"prmt.b32 q{i}, p{i}, p{i + 1}, 0x6341;" for i in range(bits - 1))]
+
+
+def _poly7_of_rows(bits: int, turned: bool) -> str:
+    """$0-$15: levels over their step of codes i in the lower halves and i + 16 in the upper ones; if turned, of codes i
+    of tokens 2c and 2c + 1. $16: the lane's address. $18 $20 $22: b, c, d in both halves."""
+    lines = ["{", *_units(bits, "$16", turned), *_CENTRE, ".reg .b32 s, u;"]
+    starts = {f"p{i}": 16 * i for i in range(bits)} | {f"q{i}": 16 * i + 8 for i in range(bits - 1)}
+    for i in range(16):
+        found = {word: bits * i - start for word, start in starts.items() if 0 <= bits * i - start <= 16 - bits}
+        word, at = min(found.items(), key=lambda place: (not 1 <= place[1] <= 10 - bits, place[1]))
+        if at < 1:
+            lines.append(f"shl.b32 t, {word}, 1;")
+            word, at = "t", 1
+        elif at > 10 - bits:
+            lines.append(f"shr.u32 t, {word}, {at - 1};")
+            word, at = "t", 1
+        lines += [*_centred(word, at, bits), *_poly7(f"${i}", "x", bits, "$18", "$20", "$22")]
+    return "\n".join([*lines, "}"])
 
 
 def _value_cubic3() -> str:
     """$0-$15: levels of codes 0-15 of the 48 bits that are lane g's, over their step. $16: the lane's address.
     $18: r in both halves."""
-    lines = ["{", *_units3("$16"), ".reg .b32 r0, r1, r2;"]
+    lines = ["{", *_units(3, "$16", True), ".reg .b32 r0, r1, r2;"]
     lines += ["shl.b32 r0, p0, 1;", "shr.u32 r1, p1, 1;", "shr.u32 r2, p2, 9;"]
     places = (("r0", 1), ("r0", 4), ("r0", 7), ("q0", 1), ("q0", 4), ("q0", 7), ("p1", 2), ("p1", 5), ("r1", 7),
               ("q1", 3), ("q1", 6), ("p2", 1), ("p2", 4), ("p2", 7), ("r2", 1), ("r2", 4))  # fmt: skip
@@ -227,7 +256,7 @@ def _value_cubic3() -> str:
 def _value_minifloat3() -> str:
     """$0-$15: f(code) of codes 0-15 of lane g's 48 bits, the code at bits 9-11 of each half. $16 as above."""
     mask, tail = 0x0E000E00, MINIFLOAT_TAIL[3] << 16 | MINIFLOAT_TAIL[3]
-    lines = ["{", *_units3("$16")]
+    lines = ["{", *_units(3, "$16", True)]
     starts = {"p0": 0, "p1": 16, "p2": 32, "q0": 8, "q1": 24}  # of the 48 bits
     for i in range(16):
         left = {word: 9 - (3 * i - start) for word, start in starts.items() if 0 <= 3 * i - start <= 13}
@@ -248,16 +277,19 @@ _KEY3 = gl.constexpr(_key3())
 _VALUE_CUBIC3 = gl.constexpr(_value_cubic3())
 _VALUE_MINIFLOAT3 = gl.constexpr(_value_minifloat3())
 _COMPLEMENT3 = gl.constexpr(_complement3())
+_KEY_ROWS = gl.constexpr((_poly7_of_rows(5, False), _poly7_of_rows(6, False)))
+_VALUE_ROWS = gl.constexpr((_poly7_of_rows(5, True), _poly7_of_rows(6, True)))
 
 
 _KEY3_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 24))
 _CUBIC3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 4))
 _MINIFLOAT3_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 2))
+_POLY7_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
 
 @gluon.jit
 def key_levels3(at, low, high):
-    """Where each lane has 32 codes (`triples`) -> 4 int8 tensors: levels of 8 codes each."""
+    """Where each lane has 32 codes (`lane_rows`) -> 4 int8 tensors: levels of 8 codes each."""
     return gl.inline_asm_elementwise(
         _KEY3, _KEY3_OPERANDS, [at, low, high],
         dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=False, pack=8)  # fmt: skip
@@ -283,7 +315,7 @@ def in_order3(queries, HEADS: gl.constexpr):
 
 @gluon.jit
 def value_levels_cubic3(at, r):
-    """Where each lane has 32 codes (`triples`) -> 16 float16 tensors: levels of the codes of each lane's 6 bytes."""
+    """Where each lane has 32 codes (`lane_rows`) -> 16 float16 tensors: levels of the codes of each lane's 6 bytes."""
     return gl.inline_asm_elementwise(
         _VALUE_CUBIC3, _CUBIC3_OPERANDS, [at, r],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
@@ -335,18 +367,22 @@ def key_levels_cubic8(units, c0, c1, c2, c3):
 
 
 @gluon.jit
-def key_levels_poly13(units, b, c, d):
-    """The same for `poly13`."""
+def levels_poly7(units, b, c, d):
+    """Units of 2 codes, of keys or of values -> 2 float16 tensors of levels."""
     return gl.inline_asm_elementwise(
-        _KEY_POLY13, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", [units, b, c, d],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
+        _POLY7_OF_8, "=&r,=&r,r,r,r,r,r,r,r", [units, b, c, d],
+        dtype=(gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
 
 
 @gluon.jit
-def value_levels_poly13(units, b, c, d):
+def row_levels_poly7(at, b, c, d, BITS: gl.constexpr, TURNED: gl.constexpr):
+    """Where each lane has 32 codes (`lane_rows`) -> 16 float16 tensors of levels, see `_poly7_of_rows`."""
+    ASM: gl.constexpr = _VALUE_ROWS[BITS - 5] if TURNED else _KEY_ROWS[BITS - 5]
     return gl.inline_asm_elementwise(
-        _VALUE_POLY13, "=&r,=&r,r,r,r,r,r,r,r", [units, b, c, d],
-        dtype=(gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip
+        ASM, _POLY7_OPERANDS, [at, b, c, d],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
+               gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=False, pack=2)  # fmt: skip
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Decode attention on codes of 2, 3, 4 or 8 bits: the kernel of the fast path (Gluon, Hopper and newer).
+"""Decode attention on codes of 2 to 8 bits: the kernel of the fast path (Gluon, Hopper and newer).
 
 One warp is one program. Programs share all tiles of TILE tokens of all jobs (fast_schedule) evenly: program p takes
 tiles [p·total/N, (p+1)·total/N) in the order sequence, job, position; `total` is from lengths on the device. Tiles
@@ -6,8 +6,8 @@ travel by TMA into a ring of STAGES buffers, across the borders of jobs and sequ
 job is one piece (out normalised, log2 of the summed weights); `fast_merge` puts pieces together.
 
 In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
-     size one [pages · kv_heads, key or value, …]; where a side has 3 bits, it and the scales come through `fast_ring`
-     from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
+     size one [pages · kv_heads, key or value, …]; where a side is flat (`fast_ring`), it and the scales come by
+     bulk copies from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
      keys_at · 8 and values_at · 8; scales: descriptor [pages · kv_heads, key or value, page_size] float16; q
      [tokens, heads, DIM], strided, divided by balance float32 [kv_heads, DIM] if BALANCE; signs float32 [DIM]:
      key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4 for values (fast_levels), lanes of even columns;
@@ -17,7 +17,7 @@ Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Pie
      are job p, and the program does what `fast_merge` would, with its arguments.
 Constexprs: ROWS of a job: GROUP, or 8 or 16 if SEVERAL (blocks or queries). KEY_LEVELS, VALUE_LEVELS: kinds of
      fast_levels; CLIP, WINDOW, SINKS see fast_schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles,
-     2: one, of 3 bits.
+     2: one, of two flat sides.
 The launcher guarantees: ROWS ≤ 16, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
 kernel and its first three parameters are known to `fast_ring`.
 """
@@ -35,7 +35,7 @@ from .fast_layouts import key_half_layout, key_layout, weight_layout
 from .fast_merge import fast_merge
 from .fast_primitives import by_half, finite, hadamard, lane_constant, prefetch
 from .fast_reads import octet_slice, read_scales
-from .fast_ring import make_slot, open_ring, places, prefetch_descriptors, wait_for
+from .fast_ring import flat, make_slot, open_ring, places, prefetch_descriptors, wait_for
 from .fast_schedule import (
     add,
     advance,
@@ -136,10 +136,11 @@ def fast_decode(
     SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, DIM, TILE, WHOLE == 2)
     ring = open_ring(SLOT, STAGES)
     rows = (codes, piece_size, page_size, keys_at, values_at)
-    QUERY: gl.constexpr = gl.float16 if KEY_BITS == 8 else gl.int8
+    QUERY: gl.constexpr = gl.float16 if KEY_BITS > 4 else gl.int8
+    PHASES: gl.constexpr = min(8, DIM // PLANES // 8) if KEY_BITS > 4 else 8
     s_query = gl.allocate_shared_memory(
         QUERY, [PLANES * 2 * HEADS, DIM // PLANES],
-        gl.SwizzledSharedLayout(4 if KEY_BITS < 8 else 8, 1, 8 if KEY_BITS < 8 or DIM > 64 else 4, [1, 0]),
+        gl.SwizzledSharedLayout(8 if KEY_BITS > 4 else 4, 1, PHASES, [1, 0]),
     )  # fmt: skip
     # this program's tiles
     pid = gl.program_id(0)
@@ -150,15 +151,15 @@ def fast_decode(
     prefetch(q + line * 64, line * 64 < tokens * kv_heads * (GROUP * DIM))
     if KEY_BITS == 8:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_half_layout(TILE, KU))
-    elif KEY_BITS == 3:
-        KEYS: gl.constexpr = octet_slice(TILE, 8, 3)
+    elif flat(KEY_BITS):
+        KEYS: gl.constexpr = octet_slice(TILE, 8 if KEY_BITS == 3 else 2, 3)
     else:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_layout(TILE, KU))
     key0 = lane_constant(constants, 0, KEYS)[None, :]
     key1 = lane_constant(constants, 1, KEYS)[None, :]
     key2 = lane_constant(constants, 2, KEYS)[None, :]
     key3 = lane_constant(constants, 3, KEYS)[None, :]
-    if VALUE_BITS == 3:
+    if flat(VALUE_BITS):
         VALUES: gl.constexpr = octet_slice(TILE, 2, 3)
     else:
         VALUES: gl.constexpr = gl.SliceLayout(0, B2 if VALUE_BITS == 2 else A2)
@@ -254,8 +255,8 @@ def fast_decode(
             page = look_up(cursor, table, width)
             box, rest, bar = places(ring, slot, SLOT, STAGES)
             wait_for(bar, phase)
-            keys_in = rest if KEY_BITS == 3 else box
-            values_in = (rest if VALUE_BITS == 3 else box) + SLOT.values
+            keys_in = rest if flat(KEY_BITS) else box
+            values_in = (rest if flat(VALUE_BITS) else box) + SLOT.values
             score = raw_scores(keys_in, queries, key_constants, KEY_BITS, KEY_LEVELS, TILE, KU, HEADS, mma)
             key_scale = read_scales(rest + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
             b_scale = read_scales(rest + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
@@ -329,7 +330,7 @@ def fast_decode(
         h = gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
         u = gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
         e = gl.arange(0, result.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
-        d_out = (u % 8) * 16 + (u // 8) * 8 + e if VALUE_BITS == 3 else result.shape[2] * u + e
+        d_out = (u % 8) * 16 + (u // 8) * 8 + e if flat(VALUE_BITS) else result.shape[2] * u + e
         inverse = gl.where(weight == 0.0, 0.0, value_scale / weight)  # a row may see nothing of these tiles
         inverse = gl.convert_layout(inverse, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
         gl.store(pieces + (piece * ROWS + h) * DIM + d_out, result * inverse, mask=(h < ROWS) & (d_out >= 0))

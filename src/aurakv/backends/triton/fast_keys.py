@@ -1,7 +1,7 @@
 """Scores of a tile: queries rotated and split in two parts, times the levels of keys.
 
-2 to 4 bits: queries as two int8 parts of 16 bits, levels as int8. 8 bits: queries as two float16 parts, levels as sums
-of two float16 numbers. The coordinates of a row are in the order in which lanes hold the codes; queries follow.
+2 to 4 bits: queries as two int8 parts of 16 bits, levels as int8. 5 to 8 bits: queries as two float16 parts, levels as
+float16 numbers or (CUBIC) sums of two. The coordinates of a row are in the order in which lanes hold the codes; queries follow.
 """
 
 # mypy: ignore-errors
@@ -13,17 +13,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from . import fast_levels
-from .fast_codes import in_order3, key_levels2, key_levels3, key_levels4, key_levels_cubic8, key_levels_poly13
+from .fast_codes import (
+    in_order3,
+    key_levels2,
+    key_levels3,
+    key_levels4,
+    key_levels_cubic8,
+    levels_poly7,
+    row_levels_poly7,
+)
 from .fast_layouts import key_half_layout, key_layout
-from .fast_reads import in_octets, read_keys, triples
+from .fast_reads import in_octets, lane_rows, read_keys
 
-POLY13 = gl.constexpr(fast_levels.POLY13)
+POLY7 = gl.constexpr(fast_levels.POLY7)
 
 
 @gluon.constexpr_function
 def query_planes(bits, dim):
     """Parts that `raw_scores` multiplies separately."""
-    return {2: dim // 32 if dim < 256 else 8, 3: 4, 4: 2 if dim == 64 else 4, 8: 2}[bits]
+    return {2: dim // 32 if dim < 256 else 8, 3: 4, 4: 2 if dim == 64 else 4, 5: 8, 6: 8, 8: 2}[bits]
 
 
 @gluon.jit
@@ -35,14 +43,17 @@ def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
     peak = gl.maximum(top.to(gl.float32, bitcast=True), 1e-30)
     damaged = top >= 0x7F800000
     PLANES: gl.constexpr = query_planes(BITS, DIM)
-    if BITS == 8:
+    if BITS > 4:
         step = gl.where(damaged, float("nan"), peak * scale)
         x = y * (1.0 / peak)[:, None]
         high = x.to(gl.float16)
         parts = gl.join(high, (x - high.to(gl.float32)).to(gl.float16))
-        # head, k-step, lane, register, unit, plane, part
-        parts = parts.reshape([HEADS, DIM // 64, 4, 4, 2, 2, 2])
-        parts = gl.permute(parts, (5, 0, 6, 1, 3, 2, 4) if HEADS == 4 else (5, 6, 0, 1, 3, 2, 4))
+        if BITS == 8:  # head, k-step, lane, register, unit, plane, part
+            parts = parts.reshape([HEADS, DIM // 64, 4, 4, 2, 2, 2])
+            parts = gl.permute(parts, (5, 0, 6, 1, 3, 2, 4) if HEADS == 4 else (5, 6, 0, 1, 3, 2, 4))
+        else:  # head, lane, half, plane, register, part
+            parts = parts.reshape([HEADS, 4, 2, 8, 2, 2])
+            parts = gl.permute(parts, (3, 0, 5, 4, 1, 2) if HEADS == 4 else (3, 5, 0, 4, 1, 2))
     else:
         step = gl.where(damaged, float("nan"), peak * (scale / 32500.0))
         n = (y * (32500.0 / peak)[:, None] + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000
@@ -121,7 +132,7 @@ def scores2(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, m
 
 @gluon.jit
 def scores3(tile, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
-    planes = key_levels3(triples(tile, TILE, 8), in_octets(constants[0]), in_octets(constants[1]))
+    planes = key_levels3(lane_rows(tile, 3, TILE, 8), in_octets(constants[0]), in_octets(constants[1]))
     for i in gl.static_range(4):
         keys = gl.permute(planes[i].reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
         s = multiply(keys, queries[i], s, HEADS, mma)
@@ -129,15 +140,29 @@ def scores3(tile, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr
 
 
 @gluon.jit
+def scores_of_rows(
+    tile, queries, constants, s, BITS: gl.constexpr, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr
+):
+    """Of 5 or 6 bits."""
+    at = lane_rows(tile, BITS, TILE, 2)
+    b, c, d = in_octets(constants[0]), in_octets(constants[1]), in_octets(constants[2])
+    planes = row_levels_poly7(at, b, c, d, BITS, False)
+    for i in gl.static_range(8):
+        keys = gl.permute(gl.join(planes[2 * i], planes[2 * i + 1]), (0, 1, 4, 2, 3)).reshape([TILE, 16])
+        s = multiply(keys, queries[i], s, HEADS, mma)
+    return s
+
+
+@gluon.jit
 def scores8(keys, queries, constants, s, LEVELS: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
-    if LEVELS == POLY13:
-        z0, z1, g0, g1 = key_levels_poly13(keys, constants[0], constants[1], constants[2])
+    if LEVELS == POLY7:
+        z0, z1 = levels_poly7(keys, constants[0], constants[1], constants[2])
     else:
         z0, z1, g0, g1 = key_levels_cubic8(keys, constants[0], constants[1], constants[2], constants[3])
+        s = multiply(g0, queries[0], s, HEADS, mma)
+        s = multiply(g1, queries[1], s, HEADS, mma)
     s = multiply(z0, queries[0], s, HEADS, mma)
-    s = multiply(g0, queries[0], s, HEADS, mma)
-    s = multiply(z1, queries[1], s, HEADS, mma)
-    return multiply(g1, queries[1], s, HEADS, mma)
+    return multiply(z1, queries[1], s, HEADS, mma)
 
 
 @gluon.jit
@@ -155,10 +180,12 @@ def raw_scores(
     """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [HEADS, TILE], float32.
 
     at: the address of the keys."""
-    DTYPE: gl.constexpr = gl.float32 if BITS == 8 else gl.int32
+    DTYPE: gl.constexpr = gl.float32 if BITS > 4 else gl.int32
     s = gl.zeros([TILE, 8] if HEADS == 4 else [2 * HEADS, TILE], DTYPE, mma)
     if BITS == 3:
         s = scores3(at, queries, constants, s, TILE, HEADS, mma)
+    elif BITS == 5 or BITS == 6:
+        s = scores_of_rows(at, queries, constants, s, BITS, TILE, HEADS, mma)
     elif BITS == 8:
         keys = read_keys(at, TILE, U)
         keys = gl.permute(keys.reshape([TILE, U // 32, 4, 4, 2]), (0, 1, 3, 2, 4)).reshape([TILE, U])
@@ -173,12 +200,12 @@ def raw_scores(
             s = scores4(keys, queries, constants, s, U, HEADS, mma)
         else:
             s = scores2(keys, queries, constants, s, U, HEADS, mma)
-    HIGH: gl.constexpr = 1 if BITS == 8 else 256
+    HIGH: gl.constexpr = 1 if BITS > 4 else 256
     if HEADS == 4:
         high, low = gl.split(s.reshape([TILE, 4, 2]))
         return (high * HIGH + low).to(gl.float32)
     else:
         part = gl.arange(0, 2 * HEADS, layout=gl.SliceLayout(1, mma)) // 8 % 2
-        if BITS != 8:
+        if BITS <= 4:
             s = s * gl.where(part == 0, 256, 1)[:, None]
         return both_parts(s).to(gl.float32)

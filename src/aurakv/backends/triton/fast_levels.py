@@ -16,7 +16,7 @@ MINIFLOAT_TAIL = {3: 190, 4: 88}  # bits under a minifloat code, which lies at b
 KEY_ERROR = 2e-4  # of a leading coefficient in float16, relative
 MOST = 65504.0  # in float16
 
-INTEGER, MINIFLOAT, CUBIC, POLY13, BITS, LINE = range(6)  # how codes become levels
+INTEGER, MINIFLOAT, CUBIC, POLY7, BITS, LINE = range(6)  # how codes become levels
 
 
 class KeyLevels(NamedTuple):
@@ -66,9 +66,11 @@ def _halves(*numbers: float) -> tuple[int, ...] | None:
 
 
 def _key_levels(codec: Codec) -> KeyLevels | None:
-    if codec.bits == 8:
-        poly = _poly13(codec.levels)
-        return _key_cubic(codec.levels) if poly is None else KeyLevels(POLY13, *poly)
+    if codec.bits > 4:
+        poly = _poly7(codec.levels)
+        if poly is not None:
+            return KeyLevels(POLY7, *poly)
+        return _key_cubic(codec.levels) if codec.bits == 8 else None
     found = integers(codec.levels)
     if found is None:
         return None
@@ -95,10 +97,10 @@ def _key_cubic(levels: Table) -> KeyLevels | None:
     return KeyLevels(CUBIC, unit * 128, words)
 
 
-def _poly13(levels: Table) -> tuple[float, tuple[int, ...]] | None:
-    """Step and words of the table `poly13`."""
+def _poly7(levels: Table) -> tuple[float, tuple[int, ...]] | None:
+    """Step and words of the table `poly7`."""
     kind, *numbers = polynomial(levels) or (0,)
-    return (numbers[0], tuple(half2(x) for x in numbers[1:])) if kind == 13 else None
+    return (numbers[0], tuple(half2(x) for x in numbers[1:])) if kind == 7 else None
 
 
 def _bend(levels: Table) -> tuple[float, float] | None:
@@ -125,10 +127,10 @@ def _value_levels(codec: Codec) -> ValueLevels | None:
         step = minifloat_step(codec.levels)
         if step is not None:
             return ValueLevels(MINIFLOAT, step, 0.0, (0xFFFFFFFF,))
-    poly = _poly13(codec.levels)
+    poly = _poly7(codec.levels)
     if poly is not None:
-        return ValueLevels(POLY13, poly[0], 0.0, poly[1])
-    found = _bend(codec.levels)
+        return ValueLevels(POLY7, poly[0], 0.0, poly[1])
+    found = None if codec.bits in (5, 6) else _bend(codec.levels)
     if found is None:
         return None
     unit, bend = found

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .fast_layouts import key_unit_layout, value_unit_layout
-from .fast_ring import ROW
+from .fast_ring import row_bytes
 
 
 @gluon.constexpr_function
@@ -126,13 +126,14 @@ def octet_slice(tile, n, dim):
 
 
 @gluon.jit
-def triples(tile, TILE: gl.constexpr, N: gl.constexpr):
-    """Where each lane has its three words of each octet of tokens, N times: [octets, 8, 4, N] int32."""
+def lane_rows(tile, BITS: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr):
+    """Where each lane has its words of each octet of tokens, N times: [octets, 8, 4, N] int32."""
+    ROW: gl.constexpr = row_bytes(BITS)
     octet = gl.arange(0, TILE // 8, layout=octet_slice(TILE, N, 0))
     g = gl.arange(0, 8, layout=octet_slice(TILE, N, 1))
     c = gl.arange(0, 4, layout=octet_slice(TILE, N, 2))
     n = gl.arange(0, N, layout=octet_slice(TILE, N, 3))
-    lane = tile + (4 * ROW // 16) * (4 * g[None, :, None, None] + c[None, None, :, None])
+    lane = tile + (ROW // 4) * (4 * g[None, :, None, None] + c[None, None, :, None])
     return lane + (8 * ROW * octet[:, None, None, None] + 0 * n[None, None, None, :])
 
 

@@ -3,8 +3,8 @@
 Triton's copies take no cache hints. These do: their lines are the first to leave L2, because a step reads them once,
 and what others keep there, or have yet to write to memory, stays. Codes of 2, 4 and 8 bits and their scales come by TMA
 in lines of 128 bytes whose pieces of 16 it exchanges, so that reads have no bank conflicts (`fast_reads.swizzled`).
-Rows of 3 bits, 48 bytes, lie as in memory: bulk copies, without padding; lane l reads the 96 bits of 32 codes at 12·l
-of eight rows.
+Flat rows, those of 3, 5 and 6 bits (48, 80 or 96 bytes), lie as in memory: bulk copies, without padding; lane l reads
+32 codes at l/32 of eight rows, 12, 20 or 24 bytes from its neighbour.
 
 First come the boxes of all slots (the codes that travel by TMA, keys before values), then the rest of all slots, then
 their barriers. Boxes are multiples of 1024, as exchanging needs it.
@@ -19,7 +19,16 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ROW = gl.constexpr(48)  # bytes of 3 bits
+
+@gluon.constexpr_function
+def flat(bits):
+    return bits in (3, 5, 6)
+
+
+@gluon.constexpr_function
+def row_bytes(bits):
+    """Of 128 codes: flat rows have no other dim."""
+    return 16 * bits
 
 
 class Slot(NamedTuple):
@@ -36,15 +45,15 @@ class Slot(NamedTuple):
 
 @gluon.constexpr_function
 def make_slot(key_bits, value_bits, dim, tile, one):
-    """one: pages are tiles, so that all parts are one copy where both sides have 3 bits."""
-    flat = [bits == 3 for bits in (key_bits, value_bits)]
+    """one: pages are tiles, so that all parts are one copy where both sides are flat."""
+    lies = [flat(bits) for bits in (key_bits, value_bits)]
     codes = [tile * dim * bits // 8 for bits in (key_bits, value_bits)]
-    sizes = [codes[0] * flat[0], 2 * tile, codes[1] * flat[1], 2 * tile]
+    sizes = [codes[0] * lies[0], 2 * tile, codes[1] * lies[1], 2 * tile]
     key_scales, values, value_scales, rest = (sum(sizes[:i]) for i in range(1, 5))
-    box = codes[0] * (not flat[0]) + codes[1] * (not flat[1])
-    if not flat[1]:
-        values = codes[0] * (not flat[0])
-    copies = 1 if not any(flat) or (one and all(flat)) else sum(size > 0 for size in sizes) + (not all(flat))
+    box = codes[0] * (not lies[0]) + codes[1] * (not lies[1])
+    if not lies[1]:
+        values = codes[0] * (not lies[0])
+    copies = 1 if not any(lies) or (one and all(lies)) else sum(size > 0 for size in sizes) + (not all(lies))
     return Slot(0, key_scales, values, value_scales, box, rest, copies)
 
 
@@ -98,16 +107,16 @@ _PREFETCH = gl.constexpr(
 @gluon.constexpr_function
 def _copy_boxes(slot, key_bits, value_bits, tile):
     """$1: piece; $2 $3: lines of the keys and of the values; $4: token; $5: box; $6: rest of the slot; $7: barrier."""
-    scales = 3 not in (key_bits, value_bits)
+    scales = not flat(key_bits) and not flat(value_bits)
     size = slot.box + scales * 4 * tile
     how = "shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
     lines = [_BEGIN, f"@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$7], {size};", _FIND]
     lines += [".reg .b32 zero, at;", "mov.b32 zero, 0;"]
     if scales:
         lines.append(f"@one cp.async.bulk.tensor.3d.{how} [$6], [scales, {{$4, zero, $1}}], [$7], hint;")
-    if key_bits != 3:  # with the values, where both have as many bits
+    if not flat(key_bits):  # with the values, where both have as many bits
         lines.append(f"@one cp.async.bulk.tensor.4d.{how} [$5], [keys, {{zero, $2, zero, $1}}], [$7], hint;")
-    if value_bits not in (3, key_bits):
+    if not flat(value_bits) and value_bits != key_bits:
         lines.append(f"add.u32 at, $5, {slot.values};")
         lines.append(f"@one cp.async.bulk.tensor.4d.{how} [at], [values, {{zero, $3, zero, $1}}], [$7], hint;")
     return "\n".join([*lines, "mov.b32 $0, 0; }"])
@@ -151,9 +160,9 @@ def copy_boxes(piece, row, box, rest, bar, SLOT: gl.constexpr, KEY_BITS: gl.cons
 
 @gluon.jit
 def copy_side(side, row, count, page_size, codes, scales, bar, BITS: gl.constexpr, DIM: gl.constexpr):
-    """Start the copies of `count` tokens of a side whose codes begin at `side` (int16); codes only of 3 bits."""
+    """Start the copies of `count` tokens of a side whose codes begin at `side` (int16); codes only if flat."""
     UNITS: gl.constexpr = DIM * BITS // 16
-    if BITS == 3:
+    if flat(BITS):
         copy(side + row * UNITS, count * (2 * UNITS), codes, bar)
     copy(side + page_size * UNITS + row, (count + 7) // 8 * 16, scales, bar)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .fast_ring import copy, copy_boxes, copy_side, places
+from .fast_ring import copy, copy_boxes, copy_side, flat, places
 
 
 class Scan(NamedTuple):
@@ -155,7 +155,7 @@ def fetch(
     box, rest, bar = places(ring, slot, SLOT, STAGES)
     if SLOT.box > 0:
         copy_boxes(piece, row, box, rest, bar, SLOT, KEY_BITS, VALUE_BITS, DIM, TILE)
-    if KEY_BITS == 3 or VALUE_BITS == 3:
+    if flat(KEY_BITS) or flat(VALUE_BITS):
         codes, size, page_size, keys_at, values_at = rows
         count = TILE if WHOLE else gl.minimum(TILE, page_size - row)
         start = codes + piece.to(gl.int64) * (size * 8)

@@ -1,7 +1,7 @@
 """Weights of a tile times the levels of values.
 
 A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8], of 16 heads [units, 16], for each of them; `output`
-puts them together. Of 3 bits there are eight such sums of 16 units, of codes i and i + 8 of 16.
+puts them together. Of flat rows there are eight such sums of 16 units, of codes i and i + 8 of 16.
 """
 
 # mypy: ignore-errors
@@ -15,13 +15,14 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from . import fast_levels
 from .fast_codes import (
     complement3,
+    levels_poly7,
+    row_levels_poly7,
     value_bits,
     value_levels_cubic,
     value_levels_cubic3,
     value_levels_cubic8,
     value_levels_minifloat,
     value_levels_minifloat3,
-    value_levels_poly13,
     value_line,
 )
 from .fast_primitives import (
@@ -33,11 +34,12 @@ from .fast_primitives import (
     transpose_weights,
     where_seen,
 )
-from .fast_reads import in_octets, read_values, triples
+from .fast_reads import in_octets, lane_rows, read_values
+from .fast_ring import flat
 
 MINIFLOAT = gl.constexpr(fast_levels.MINIFLOAT)
 LINE = gl.constexpr(fast_levels.LINE)
-POLY13 = gl.constexpr(fast_levels.POLY13)
+POLY7 = gl.constexpr(fast_levels.POLY7)
 
 
 @gluon.jit
@@ -67,8 +69,8 @@ def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: g
 @gluon.jit
 def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
     """One sum for each code of a unit, and for 2 bits the sum of the weights."""
-    COUNT: gl.constexpr = 9 if BITS == 2 else 8 if BITS == 3 else 16 // BITS
-    ROWS: gl.constexpr = 16 if BITS == 3 else DIM * BITS // 16
+    COUNT: gl.constexpr = 9 if BITS == 2 else 8 if flat(BITS) else 16 // BITS
+    ROWS: gl.constexpr = 16 if flat(BITS) else DIM * BITS // 16
     sums = ()
     for _ in gl.static_range(COUNT):
         sums = sums + (gl.zeros([ROWS, max(8, HEADS)], gl.float32, mma),)  # noqa: RUF005
@@ -87,11 +89,11 @@ def times(sums, columns):
 def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, mma: gl.constexpr):
     """Add weights [tokens, 8 or 16] times the levels of the values at an address."""
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
-    if BITS != 3:
+    if not flat(BITS):
         U: gl.constexpr = sums[0].shape[0]
         values = gl.convert_layout(read_values(at, w.shape[0], U), A, assert_trivial=True)
-    if BITS == 3:
-        return add_values3(at, w, sums, constants, LEVELS, A)
+    if flat(BITS):
+        return add_flat_values(at, w, sums, constants, BITS, LEVELS, A)
     elif BITS == 2:
         ones = gl.full(values.shape, 1.0, gl.float16, A)
         new = ()
@@ -120,18 +122,21 @@ def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr,
         v0, v1, v2, v3 = value_levels_cubic(values, constants[0])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1]), mma_v2(v2, w, sums[2]), mma_v2(v3, w, sums[3])
     else:
-        if LEVELS == POLY13:
-            v0, v1 = value_levels_poly13(values, constants[0], constants[1], constants[2])
+        if LEVELS == POLY7:
+            v0, v1 = levels_poly7(values, constants[0], constants[1], constants[2])
         else:
             v0, v1 = value_levels_cubic8(values, constants[0], constants[1], constants[2], constants[3])
         return mma_v2(v0, w, sums[0]), mma_v2(v1, w, sums[1])
 
 
 @gluon.jit
-def add_values3(tile, w, sums, constants, LEVELS: gl.constexpr, A: gl.constexpr):
-    at = triples(tile, w.shape[0], 2)
+def add_flat_values(tile, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, A: gl.constexpr):
+    at = lane_rows(tile, BITS, w.shape[0], 2)
     constant = in_octets(constants[0])
-    planes = value_levels_minifloat3(at) if LEVELS == MINIFLOAT else value_levels_cubic3(at, constant)
+    if LEVELS == POLY7:
+        planes = row_levels_poly7(at, constant, in_octets(constants[1]), in_octets(constants[2]), BITS, True)
+    else:
+        planes = value_levels_minifloat3(at) if LEVELS == MINIFLOAT else value_levels_cubic3(at, constant)
     new = ()
     for i in gl.static_range(8):
         total = mma_v2(side_by_side(planes[i], planes[i + 8], A), w, sums[i])
@@ -166,7 +171,7 @@ def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
     elif BITS == 4:
         out = gl.join(gl.join(sums[0], sums[1]), gl.join(sums[2], sums[3]))
         out = gl.permute(out, (0, 1, 3, 2)).reshape([U, sums[0].shape[1], 4])
-    elif BITS == 3:
+    elif flat(BITS):
         out = eighths(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7])
     else:
         s1, s2, s3, s4 = sums[1] * 2.0**-2, sums[2] * 2.0**-4, sums[3] * 2.0**-6, sums[4] * 2.0**-8

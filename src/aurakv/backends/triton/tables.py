@@ -118,9 +118,7 @@ def side(codec: Codec, exact: bool, query: torch.dtype, key: bool = False) -> Si
             return Side(*shape, width, width // 8, (), "", 1.0, False, tl.float32, precision)
         factor = float16_unit(codec.levels) if key else 1.0
         if not factor:
-            coef = curve(codec.levels)
-            unit = 1 / coef[1] if coef[:1] == (13,) else PAIR_UNIT  # that table has pairs itself
-            return Side(*shape, width, width // 8, coef, "", unit, True, tl.float16, "tf32x3")
+            return Side(*shape, width, width // 8, curve(codec.levels), "", PAIR_UNIT, True, tl.float16, "tf32x3")
         asm = "" if INTERPRETED.value else nibble_asm(codec.levels, codec.bits, factor)
         coef = () if asm else curve(codec.levels)
         return Side(*shape, width, width // 8, coef, asm, factor, False, tl.float16, "tf32x3")
