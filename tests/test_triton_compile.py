@@ -109,7 +109,7 @@ def compile_for(monkeypatch, tmp_path):
     def start(capability):
         seen = {}
         for module, names in ((attention, ("attend_kernel", "prepare_kernel")), (results, ("finish_kernel",)),
-                              (extend, ("extend_kernel", "prepare_integers_kernel")),
+                              (extend, ("extend_kernel", "prepare_integers_kernel", "prepare_kernel")),
                               (store, ("append_kernel", "append_codes_kernel", "encode_kernel"))):  # fmt: skip
             for name in names:
                 kernel = getattr(module, name)
@@ -188,7 +188,8 @@ def test_extend(compile_for, capability):
 
 
 @pytest.mark.parametrize(
-    ("name", "dim", "page"), [("k4v4", 128, 64), ("k3v2", 64, 8192), ("k2/v4:minifloat", 128, 128)]
+    ("name", "dim", "page"),
+    [("k4v4", 128, 64), ("k3v2", 64, 8192), ("k2/v4:minifloat", 128, 128), ("k8v4", 128, 64), ("k5v6", 64, 64)],
 )
 def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
     """Warp-group products run beside everything else: they are not serialised. No spills."""
@@ -198,7 +199,8 @@ def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
     assert extend.why_not_shape(q, pages, Scoring(), "fast") is None
     starts = torch.tensor([0, 512], dtype=torch.int32)
     extend.attend_extend(q, pages, starts, pages.lengths, Scoring(window=3000, sinks=4), None, None, None)
-    assert set(seen) == {"prepare_integers_kernel", "extend_kernel", "finish_kernel"}
+    prepare = "prepare_kernel" if pages.format.key.bits > 4 else "prepare_integers_kernel"
+    assert set(seen) == {prepare, "extend_kernel", "finish_kernel"}
     for kernel, spills in compile_for.report(seen, 90, f"{name} d{dim}"):
         assert spills == 0, kernel
     text = disassemble(seen["extend_kernel"][0].asm["cubin"], tmp_path)

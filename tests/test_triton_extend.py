@@ -96,6 +96,18 @@ CASES = {
     "k3v3": {"name": "k3v3", "page": 64},
     "k3v2-d64": {"name": "k3v2", "dim": 64},
     "k2v4-minifloat": {"name": "k2/v4:minifloat"},
+    "k8v4": {"name": "k8v4"},
+    "k8v8-bfloat16": {"name": "k8v8", "dtype": torch.bfloat16, "page": 64},
+    "k5v4-one-page": {"name": "k5v4", "page": 0, "lengths": (1000,), "queries": (200,)},
+    "k6v8-window": {"name": "k6v8", "scoring": Scoring(window=100, sinks=5)},
+    "k4v5": {"name": "k4v5"},
+    "k3v6-prefill": {"name": "k3v6", "lengths": (500, 333), "queries": (500, 333)},
+    "k5v6-d64": {"name": "k5v6", "dim": 64},
+    "k8v8-d64": {"name": "k8v8", "dim": 64, "splits": 3},
+    "k6v4-damage": {"name": "k6v4", "lengths": (500,), "queries": (400,), "damage": 250},
+    "k8v4-peaked": {"name": "k8v4", "stretch": 20.0, "worst": 0.005},
+    "k5v5-peaked": {"name": "k5v5", "stretch": 20.0, "worst": 0.005},
+    "k8v4-negative-scale": {"name": "k8v4", "scoring": Scoring(scale=-0.1)},
     "k4-user": {"name": "k4:[-7,-6,-5,-4,-3,-2,-1.5,-1,0,0.5,1,2,3,4,5,6]/v3:[-2,-1,-0.5,0,0.25,1,1.5,2]"},
 }
 
@@ -182,7 +194,10 @@ def test_says_why_not():
         return extend.why_not_shape(q, pages, scoring or Scoring(), precision)
 
     assert why() is None
-    assert "float16 scales" in why(make_pages("k8v4", 128, 1, 1024, 64, device="cpu"))
+    assert why(make_pages("k8v5", 128, 1, 1024, 64, device="cpu")) is None
+    assert "float16 scales" in why(make_pages("k4:f32/v4", 128, 1, 1024, 64, device="cpu"))
+    assert "float16 scales" in why(make_pages("k16v4", 128, 1, 1024, 64, device="cpu"))
+    assert "no arithmetic" in why(make_pages("k8:cubic/v4", 128, 1, 1024, 64, device="cpu"))
     assert "same dim" in why(make_pages("k4v4", 256, 1, 1024, 64, device="cpu"), q=torch.empty(100, 8, 256))
     assert "no arithmetic" in why(make_pages("k4v4:lloyd-max", 128, 1, 1024, 64, device="cpu"))
     assert "multiples of 64" in why(make_pages("k4v4", 128, 1, 1024, 32, device="cpu"))

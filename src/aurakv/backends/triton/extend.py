@@ -1,7 +1,7 @@
 """Many queries a sequence on Hopper GPUs: which calls extend_kernel serves, and their launch.
 
-Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, weights and values are float16, sums
-are float32.
+Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, or with keys of more than 4 bits as
+two float16 numbers; weights and values are float16, sums are float32.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...partial import Partial
 from ...scoring import Scoring
 from . import tables
 from .arithmetic import integers, polynomial
-from .extend_decode import key_asm, value_asm
+from .extend_decode import key_asm, value_asm, wide_asm
 from .extend_kernel import extend_kernel
 from .fast_levels import minifloat_step
-from .queries import prepare_integers_kernel
+from .queries import prepare_integers_kernel, prepare_kernel
 from .results import LOG2E, finish
 from .store import blocks
 
@@ -41,10 +41,10 @@ class Arithmetic(NamedTuple):
     """How the kernel makes the levels of a format."""
 
     key: tuple[int, str]  # bits, PTX
-    key_step: float  # a key level is an integer times this
+    key_step: float  # up to 4 bits a key level is an integer times this
     value: tuple[int, str]
     value_step: float
-    fourth: bool  # order of coordinates, see extend_decode
+    order: str  # of values' coordinates, see extend_decode
 
 
 def why_not_extend(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
@@ -74,8 +74,8 @@ def why_not_format(format: Format) -> str | None:
     key, value = format.key, format.value
     if key.dim != value.dim or key.dim not in DIMS:
         return f"keys and values must have the same dim, one of {list(DIMS)}, got {key.dim} and {value.dim}"
-    if max(key.bits, value.bits) > 4 or key.dtype != torch.float16 or value.dtype != torch.float16:
-        return f"it reads codes of up to 4 bits with float16 scales, got {format}"
+    if 16 in (key.bits, value.bits) or key.dtype != torch.float16 or value.dtype != torch.float16:
+        return f"it reads codes with float16 scales, got {format}"
     return None if arithmetic(format) is not None else f"it has no arithmetic for the level tables of {format}"
 
 
@@ -87,23 +87,40 @@ def arithmetic(format: Format) -> Arithmetic | None:
 
 def _key(codec: Codec) -> tuple[tuple[int, str], float] | None:
     """Bits and PTX, and what an integer level is worth."""
+    if codec.bits > 4:
+        wide = _wide(codec, scaled=False)
+        return None if wide is None else (wide[0], 1.0)
     found = integers(codec.levels)
     if found is None or (codec.bits == 4 and not found[0][7] < 0 <= found[0][8]):
         return None
     return (codec.bits, key_asm(found[0], codec.bits)), found[1]
 
 
-def _value(codec: Codec) -> tuple[tuple[int, str], float, bool] | None:
+def _value(codec: Codec) -> tuple[tuple[int, str], float, str] | None:
     """Bits and PTX, what scales are to be multiplied by, the order of coordinates."""
     levels = codec.levels
+    if codec.bits > 4:
+        wide = _wide(codec, scaled=True)
+        return None if wide is None else (*wide, _order(codec))
     if max(map(abs, levels)) > MOST_LEVEL:
         return None
     if codec.bits < 4:
-        return (codec.bits, value_asm("table", levels)), 1.0, False
+        return (codec.bits, value_asm("table", levels)), 1.0, "natural"
     if coef := polynomial(levels):  # of the distance from the middle over 8
-        return (4, value_asm("cubic", (coef[1] / 8, coef[2] / 512))), 1.0, True
+        return (4, value_asm("cubic", (coef[1] / 8, coef[2] / 512))), 1.0, "fourth"
     found = minifloat_step(levels)
-    return None if found is None or found > 0.9 * 65536 else ((4, value_asm("minifloat", ())), found, True)
+    return None if found is None or found > 0.9 * 65536 else ((4, value_asm("minifloat", ())), found, "fourth")
+
+
+def _wide(codec: Codec, scaled: bool) -> tuple[tuple[int, str], float] | None:
+    """Bits and PTX, and the factor of the table `poly7`."""
+    kind, *numbers = polynomial(codec.levels) or (0,)
+    return ((codec.bits, wide_asm(codec.bits, tuple(numbers[1:]), scaled)), numbers[0]) if kind == 7 else None
+
+
+def _order(codec: Codec) -> tables.Order:
+    """Of the coordinates of wide codes."""
+    return "bytes" if codec.bits == 8 else "halves"
 
 
 def workspace_bytes_extend(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
@@ -130,27 +147,25 @@ def attend_extend(
     if workspace is None:
         workspace = torch.empty(sum(sizes), dtype=torch.uint8, device=q.device)
     means, sums, factors, parts = (piece.view(dtype) for piece, dtype in zip(
-        workspace[: sum(sizes)].split(sizes), (torch.float32, torch.float32, torch.float32, torch.int8), strict=True
+        workspace[: sum(sizes)].split(sizes), (torch.float32, torch.float32, torch.float32, _part(key)), strict=True
     ))  # fmt: skip
     out = q.new_empty(tokens, heads, value.dim)
     lse = q.new_empty(tokens, heads, dtype=torch.float32)
     rotate = tables.encoder(key, q.dtype, False)
     dtype = next(dtype for dtype, name in tables.DTYPES.items() if name == rotate.operand)
-    prepare_integers_kernel[(pages.kv_heads, triton.cdiv(tokens * group, PREPARED))](
-        q,
-        *q.stride(),
-        pages.key_offset,
-        tables.matrix(key.dim, key.seed, dtype, q.device, natural=True),
-        parts,
-        factors,
-        n,
-        scoring.multiplier(key.dim) * LOG2E.value,
-        how.key_step,
-        heads,
-        group,
-        rotate,
-        PREPARED,
-    )
+    grid, multiplier = (pages.kv_heads, triton.cdiv(tokens * group, PREPARED)), scoring.multiplier(key.dim) * LOG2E.value
+    if key.bits > 4:
+        matrix = tables.matrix(key.dim, key.seed, dtype, q.device, order=_order(key))
+        side = tables.side(key, False, q.dtype, key=True)
+        prepare_kernel[grid](
+            q, *q.stride(), pages.key_offset, matrix, parts, factors, n, multiplier, heads, group, side, rotate, PREPARED
+        )
+    else:
+        matrix = tables.matrix(key.dim, key.seed, dtype, q.device, order="natural")
+        prepare_integers_kernel[grid](
+            q, *q.stride(), pages.key_offset, matrix, parts, factors, n, multiplier, how.key_step, heads, group, rotate,
+            PREPARED,
+        )  # fmt: skip
     layout = pages.format.layout(pages.page_size)
     paged = pages.table.shape[1] > 1 or pages.ring
     extend_kernel[(blocks(tokens, pages.seqs, group, ROWS), pages.kv_heads, chosen)](
@@ -184,7 +199,7 @@ def attend_extend(
         key.dim,
         how.key,
         how.value,
-        how.fourth,
+        how.order,
         pages.page_size if paged else 0,
         pages.ring,
         max(32, triton.next_power_of_2(pages.seqs)),
@@ -212,4 +227,10 @@ def _splits(pages: Pages, tokens: int, heads: int, given: int | None) -> int:
 def _sizes(pages: Pages, tokens: int, heads: int, splits: int) -> tuple[int, int, int, int]:
     """Bytes of means, sums, factors and parts of queries."""
     n, format = tokens * heads, pages.format
-    return n * splits * format.value.dim * 4, -(-n * splits // 4) * 16, n * 8, n * 2 * format.key.dim
+    parts = n * 2 * format.key.dim * _part(format.key).itemsize
+    return n * splits * format.value.dim * 4, -(-n * splits // 4) * 16, n * 8, parts
+
+
+def _part(key: Codec) -> torch.dtype:
+    """Of a query."""
+    return torch.float16 if key.bits > 4 else torch.int8

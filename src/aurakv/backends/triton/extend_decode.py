@@ -1,8 +1,11 @@
 """Decode primitives of the extend kernel: 32 codes of a row, as a thread holds them, to the bytes of tensor-core tiles.
 
-Codes come as four words of eight nibbles each. Keys become int8 levels in natural order. Values become float16 levels
-times the row's scale, in pairs of coordinates: (0, 1), (2, 3) … in ORDER "next", (0, 4), (1, 5), (2, 6), (3, 7) of
-every eight in ORDER "fourth".
+Codes of up to 4 bits come as four words of eight nibbles each. Keys become int8 levels in natural order. Values become
+float16 levels times the row's scale, in pairs of coordinates: (0, 1), (2, 3) … in ORDER "natural", (0, 4), (1, 5),
+(2, 6), (3, 7) of every eight in ORDER "fourth".
+
+Wider codes come in as many words as they have bits. Keys become float16 levels, values such times the row's scale, in
+ORDER "halves" (5 and 6 bits) or "bytes" (8) of `tables.coordinates`.
 """
 
 # mypy: ignore-errors
@@ -13,7 +16,9 @@ import numpy as np
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .fast_codes import BYTE_REGISTERS, byte_levels, row_levels
 from .fast_levels import MINIFLOAT_TAIL, half2
+from .fast_ring import flat
 
 LEAST_EXPONENT = gl.constexpr(103)  # of a value scale: 2^-24, the smallest float16 number
 
@@ -105,6 +110,29 @@ def value_asm(kind: str, numbers: tuple[float, ...]) -> str:
     return "\n".join([*lines, "}"])
 
 
+def wide_asm(bits: int, numbers: tuple[float, ...], scaled: bool) -> str:
+    """PTX for $0-$15: levels of the table `poly7` over its factor of the codes in $16 …, two float16 numbers in a
+    register; if scaled, times the operand behind the codes. `numbers`: b, c, d of the table."""
+    lines = ["{", ".reg .b32 b, c, d;"]
+    lines += [f"mov.b32 {name}, {half2(x)};" for name, x in zip("bcd", numbers, strict=True)]
+    if bits == 8:
+        lines.append(BYTE_REGISTERS)
+        for i in range(8):
+            lines += [f"mov.b32 w, ${16 + i};", *byte_levels((f"${2 * i}", f"${2 * i + 1}"), "b", "c", "d")]
+    else:
+        lines.append(f".reg .b32 {', '.join(f'w{i}' for i in range(bits))};")
+        lines += [f"mov.b32 w{i}, ${16 + i};" for i in range(bits)]
+        lines += row_levels(bits, False, "b", "c", "d")
+    if scaled:
+        lines += [f"mul.rn.f16x2 ${i}, ${i}, ${16 + bits};" for i in range(16)]
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _wide_operands(inputs):
+    return ",".join(["=&r"] * 16 + ["r"] * inputs)
+
+
 @gluon.constexpr_function
 def codes_layout(keys, lanes, words):
     """[keys, lanes · words] words of codes: a thread holds the words of 32 codes of a row."""
@@ -113,13 +141,16 @@ def codes_layout(keys, lanes, words):
 
 @gluon.jit
 def load_codes(words, at, KEYS: gl.constexpr, LANES: gl.constexpr, BITS: gl.constexpr):
-    """Rows of codes, KEYS · LANES · BITS words from `at` (a multiple of 4) on: what `to_nibbles` takes."""
-    if BITS == 3:
+    """Rows of codes, KEYS · LANES · BITS words from `at` (a multiple of 4) on: what `to_nibbles` and `wide_tile` take."""
+    if flat(BITS):
         layout: gl.constexpr = codes_layout(KEYS, LANES, 1)
         i_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
         i_lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, layout))
-        p = words + at + (i_row * LANES * 3)[:, None] + (i_lane * 3)[None, :]
-        return gl.load(p), gl.load(p + 1), gl.load(p + 2)
+        p = words + at + (i_row * (LANES * BITS))[:, None] + (i_lane * BITS)[None, :]
+        found = ()
+        for i in gl.static_range(BITS):
+            found = found + (gl.load(p + i),)  # noqa: RUF005
+        return found
     else:
         layout: gl.constexpr = codes_layout(KEYS, LANES, BITS)
         i_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
@@ -198,6 +229,42 @@ def value_tile(words, scale, ASM: gl.constexpr):
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32,
                gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True, pack=1)  # fmt: skip
+    return stack16(a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q)
+
+
+@gluon.jit
+def apart(codes, KEYS: gl.constexpr, LANES: gl.constexpr):
+    """The eight words of a thread's bytes."""
+    layout: gl.constexpr = codes_layout(KEYS, LANES, 1)
+    even, odd = gl.split(codes[0].reshape([KEYS, LANES, 4, 2]))
+    even0, even1 = gl.split(even.reshape([KEYS, LANES, 2, 2]))
+    odd0, odd1 = gl.split(odd.reshape([KEYS, LANES, 2, 2]))
+    a, e = gl.split(even0)
+    c, g = gl.split(even1)
+    b, f = gl.split(odd0)
+    d, h = gl.split(odd1)
+    words = ()
+    for word in gl.static_range(8):
+        x = (a, b, c, d, e, f, g, h)[word]
+        words = words + (gl.convert_layout(x, layout, assert_trivial=True),)  # noqa: RUF005
+    return words
+
+
+@gluon.jit
+def wide_tile(codes, rest, ASM: gl.constexpr, KEYS: gl.constexpr, LANES: gl.constexpr, BITS: gl.constexpr):
+    """Float16 levels [keys, 16 · lanes] words of two. rest: (), or (scale twice in an int32 [keys, lanes],)."""
+    words = codes + rest if BITS < 8 else apart(codes, KEYS, LANES) + rest
+    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = gl.inline_asm_elementwise(
+        ASM, _wide_operands(BITS + len(rest)), words,
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32,
+               gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True, pack=1)  # fmt: skip
+    return stack16(a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q)
+
+
+@gluon.jit
+def stack16(a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q):
+    """[…, 16 · …]"""
     x, y = stack8(a, b, c, d, e, f, g, h), stack8(i, j, k, m, n, o, p, q)
     x = gl.permute(gl.join(x, y), (0, 1, 3, 2))
     return x.reshape([x.shape[0], x.shape[1] * 16])
@@ -275,12 +342,15 @@ def load_tile(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
 
 @gluon.jit
 def store_keys(codes, scale, s_keys, s_scales, KEY: gl.constexpr, CODES: gl.constexpr):
-    """Int8 levels of keys, and their scales in float32 with NaN for what is not finite."""
+    """Int8 or float16 levels of keys, and their scales in float32 with NaN for what is not finite."""
     KEYS: gl.constexpr = CODES[2]
     LANES: gl.constexpr = CODES[3]
     BITS: gl.constexpr = KEY[0]
     ASM: gl.constexpr = KEY[1]
-    s_keys.store(key_tile(to_nibbles(codes, KEYS, LANES, BITS), ASM))
+    if BITS > 4:
+        s_keys.store(wide_tile(codes, (), ASM, KEYS, LANES, BITS))
+    else:
+        s_keys.store(key_tile(to_nibbles(codes, KEYS, LANES, BITS), ASM))
     scale = scale.to(gl.float32)
     s_scales.store(gl.where(gl.abs(scale) < float("inf"), scale, float("nan")))
 
@@ -301,4 +371,7 @@ def store_values(codes, scale, known, unit, step, s_values, VALUE: gl.constexpr,
     twice = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     twice = twice | twice << 16
     twice = gl.expand_dims(twice, 1) + gl.zeros([KEYS, LANES], gl.int32, codes_layout(KEYS, LANES, 1))
-    s_values.store(value_tile(to_nibbles(codes, KEYS, LANES, BITS), twice, ASM))
+    if BITS > 4:
+        s_values.store(wide_tile(codes, (twice,), ASM, KEYS, LANES, BITS))
+    else:
+        s_values.store(value_tile(to_nibbles(codes, KEYS, LANES, BITS), twice, ASM))

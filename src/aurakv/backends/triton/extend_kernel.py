@@ -2,13 +2,13 @@
 
 Rows of a program are ROWS (token, head of the group) pairs of one sequence and KV head. Program (block, kv head, split)
 walks over its share of the tiles of KEYS keys. One warp group decodes: codes of keys become int8 levels in shared
-memory, codes of values float16 numbers, each in two slots. Two warp groups with half of the rows each attend: the
+memory (wide ones, of more than 4 bits, float16), codes of values float16 numbers, each in two slots. Two warp groups with half of the rows each attend: the
 products of tile i + 1 with the queries and of the weights of tile i with the values run beside the making of weights.
-Queries are integers of 16 bits in two int8 parts: scores are exact up to that.
+Queries are integers of 16 bits in two int8 parts, or two float16 parts: scores are exact up to that.
 
-In:  parts [rows, 2, DIM] int8 and factors [rows, 2] (queries.prepare_integers_kernel); the pages as int32 and as
-     float16; table, lengths, starts, ends. Out: `means` and `sums` for results.finish_kernel.
-Constexprs: KEY, VALUE (bits, PTX); FOURTH the order of the values' coordinates; PAGE tokens a page, 0 for one page a
+In:  parts [rows, 2, DIM] int8 and factors [rows, 2] (queries.prepare_integers_kernel), or parts in float16
+     (queries.prepare_kernel, columns in the order of the keys); the pages as int32 and as float16; table, lengths, starts, ends. Out: `means` and `sums` for results.finish_kernel.
+Constexprs: KEY, VALUE (bits, PTX); ORDER of the values' coordinates, see extend_decode; PAGE tokens a page, 0 for one page a
      sequence; SEQS a power of two ≥ seqs and 32; CAUSAL, WINDOW, EXACT see masks.
 The launcher guarantees: pages of whole tiles, or one; scales in float16; DIM in (64, 128).
 """
@@ -32,8 +32,8 @@ from .gluon_names import meet, reinterpret
 
 HEADROOM = gl.constexpr(14.0)  # log2 of the largest weight in float16
 SCALE_SLOTS = gl.constexpr(4)  # weights of a tile are made when the keys two tiles on are decoded
-ATTEND_REGISTERS = gl.constexpr(208)
-DECODE_REGISTERS = gl.constexpr(88)
+ATTEND_REGISTERS = gl.constexpr((208, 192))  # wide keys need no second sum of scores
+DECODE_REGISTERS = gl.constexpr((88, 120))
 VARYING = [
     "tokens", "seqs", "pages", "width", "pinned", "capacity", "window", "sinks", "first", "recent", "splits", "least",
 ]  # fmt: skip
@@ -117,11 +117,24 @@ def seen_keys(i, tiles, rule, COLUMN: gl.constexpr, KEYS: gl.constexpr, MASK: gl
 
 
 @gluon.jit
-def weigh(i, high, low, s_scales, factor, top, total, tiles, rule,
+def score(queries, b_key, scores):
+    """Products of both parts of the queries with the keys of a tile, begun: [high, low], or their sum where wide."""
+    high = warpgroup_mma(queries[0], b_key, scores, use_acc=False, is_async=True)
+    if scores.dtype == gl.float32:
+        return (warpgroup_mma(queries[1], b_key, high, is_async=True),)
+    else:
+        return high, warpgroup_mma(queries[1], b_key, scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weigh(i, raw, s_scales, factor, top, total, tiles, rule,
           KEYS: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """Weights of the i-th tile times 2^HEADROOM, by how much earlier ones shrink, the new maximum and sum."""
-    COLUMN: gl.constexpr = gl.SliceLayout(0, high.type.layout)
-    s = (high * 256 + low).to(gl.float32) * s_scales.index(i & 3).load(COLUMN)[None, :]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, raw[0].type.layout)
+    s = raw[0]
+    if len(raw) == 2:
+        s = (raw[0] * 256 + raw[1]).to(gl.float32)
+    s = s * s_scales.index(i & 3).load(COLUMN)[None, :]
     if MASKED:
         seen, _ = seen_keys(i, tiles, rule, COLUMN, KEYS, MASK)
         s = gl.where(seen, s, float("-inf"))
@@ -162,7 +175,6 @@ def add_tile(i, state, factor, queries, shared, halves, place, at, tiles, rule,
     """Add the values of the i-th tile, whose weights are known, and find the weights of the next one."""
     KEYS: gl.constexpr = CODES[2]
     weights, acc, top, total, damaged, unit, scores = state
-    s_high, s_low = queries
     b_keys, b_values, s_scales, s_notes, bars = shared
     this = i & 1
     other = this ^ 1
@@ -170,15 +182,13 @@ def add_tile(i, state, factor, queries, shared, halves, place, at, tiles, rule,
     SUMS: gl.constexpr = acc.type.layout
     COLUMN: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     mbarrier.wait(bars.index(other), next_phase)
-    b_key = b_keys.index(other).permute((1, 0))
-    high = warpgroup_mma(s_high, b_key, scores, use_acc=False, is_async=True)
-    low = warpgroup_mma(s_low, b_key, scores, use_acc=False, is_async=True)
+    raw = score(queries, b_keys.index(other).permute((1, 0)), scores)
     mbarrier.wait(bars.index(4 + this), (i >> 1) & 1)
     acc = warpgroup_mma(weights, b_values.index(this), acc, is_async=True)
 
-    high, low = warpgroup_mma_wait(1, deps=[high, low])
+    raw = made_scores(1, raw)
     mbarrier.arrive(bars.index(2 + other))
-    p, decay, top, total = weigh(i + 1, high, low, s_scales, factor, top, total, tiles, rule, KEYS, MASK, MASKED)
+    p, decay, top, total = weigh(i + 1, raw, s_scales, factor, top, total, tiles, rule, KEYS, MASK, MASKED)
     weights = gl.convert_layout(p, weights.type.layout, assert_trivial=True)
     shrink = gl.convert_layout(decay, gl.SliceLayout(1, SUMS))
     new_unit, bad = read_note(s_notes, i + 1)
@@ -187,16 +197,27 @@ def add_tile(i, state, factor, queries, shared, halves, place, at, tiles, rule,
     mbarrier.arrive(bars.index(6 + this))
     acc = acc * shrink[:, None]
     damaged = find_damage(i + 1, damaged, bad, halves, place, at, tiles, rule, COLUMN, CODES, MASK, MASKED)
-    return weights, acc, top, total, damaged, new_unit, high
+    return weights, acc, top, total, damaged, new_unit, raw[0]
+
+
+@gluon.jit
+def made_scores(pending: gl.constexpr, raw):
+    """`raw` when no more than `pending` later products are under way."""
+    if len(raw) == 2:
+        high, low = warpgroup_mma_wait(pending, deps=[raw[0], raw[1]])
+        return high, low
+    else:
+        return (warpgroup_mma_wait(pending, deps=[raw[0]]),)
 
 
 @gluon.jit
 def attend_rows(parts, factors, means, sums, halves, place, at, tiles, rule, block, queries, shared,
-                HALF: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, FOURTH: gl.constexpr, ROWS: gl.constexpr,
+                HALF: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, ORDER: gl.constexpr, ROWS: gl.constexpr,
                 CODES: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warp group that attends: rows HALF · ROWS … of the block."""
     KEYS: gl.constexpr = CODES[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
+    WIDE: gl.constexpr = CODES[4] > 4
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16 if WIDE else 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -211,7 +232,8 @@ def attend_rows(parts, factors, means, sums, halves, place, at, tiles, rule, blo
     rule = (first_query + o_row // G, rule[0], rule[1], rule[2], rule[3], rule[4], rule[5], rule[6], rule[7])
     if tiles[2] > 0:
         s_high, s_low = queries.index(2 * HALF), queries.index(2 * HALF + 1)
-        LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [512 // DIM, DIM // 16], [4, 1], [1, 0])
+        EACH: gl.constexpr = 8 if WIDE else 16  # coordinates of a thread: 16 bytes
+        LOAD: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // DIM, DIM // EACH], [4, 1], [1, 0])
         q_row = i_first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOAD))
         q_out = (i_from + q_row // G).to(gl.int64) * (kv_heads * G) + i_head * G + q_row % G
         p_parts = parts + (q_out * (2 * DIM))[:, None] + gl.arange(0, DIM, layout=gl.SliceLayout(0, LOAD))[None, :]
@@ -221,22 +243,20 @@ def attend_rows(parts, factors, means, sums, halves, place, at, tiles, rule, blo
         meet()
         factor = gl.load(factors + o_out * 2, mask=m_row, other=1.0)
         bias = gl.load(factors + o_out * 2 + 1, mask=m_row, other=0.0)
-        scores = gl.zeros([ROWS, KEYS], gl.int32, SCORES)
+        scores = gl.zeros([ROWS, KEYS], gl.float32 if WIDE else gl.int32, SCORES)
+        b_queries = (s_high, s_low)
         mbarrier.wait(bars.index(0), 0)
-        b_key = b_keys.index(0).permute((1, 0))
-        high = warpgroup_mma(s_high, b_key, scores, use_acc=False)
-        low = warpgroup_mma(s_low, b_key, scores, use_acc=False)
+        raw = made_scores(0, score(b_queries, b_keys.index(0).permute((1, 0)), scores))
         mbarrier.arrive(bars.index(2))
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([ROWS], gl.float32, ROW)
-        p, _, top, total = weigh(0, high, low, s_scales, factor, top, total, tiles, rule, KEYS, MASK, True)
+        p, _, top, total = weigh(0, raw, s_scales, factor, top, total, tiles, rule, KEYS, MASK, True)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
         unit, bad = read_note(s_notes, 0)
         damaged = gl.zeros([ROWS], gl.int32, ROW)
         damaged = find_damage(0, damaged, bad, halves, place, at, tiles, rule, COLUMN, CODES, MASK, True)
         acc = gl.zeros([ROWS, DIM], gl.float32, SUMS)
         state = (weights, acc, top, total, damaged, unit, scores)
-        b_queries = (s_high, s_low)
         inside, count = tiles[1], tiles[2]
         for i in range(0, inside - 1):
             state = add_tile(i, state, factor, b_queries, shared, halves, place, at, tiles, rule, CODES, MASK, False)
@@ -250,8 +270,7 @@ def attend_rows(parts, factors, means, sums, halves, place, at, tiles, rule, blo
         weight = gl.where(total == 0, 1.0, total)
         scale = gl.convert_layout(1.0 / weight, SUM_ROW) * ((unit + 1) << 23).to(gl.float32, bitcast=True)
         scale = gl.where(gl.convert_layout(damaged, SUM_ROW) > 0, float("nan"), scale)
-        mean = (acc * scale[:, None]).reshape([ROWS, DIM // 8, 4, 2])
-        mean = gl.permute(mean, (0, 3, 2, 1) if FOURTH else (0, 2, 3, 1)).reshape([ROWS, DIM])  # plane-major
+        mean = in_planes(acc * scale[:, None], ORDER)
         OUT: gl.constexpr = mean.type.layout
         out_row = i_first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         out_at = ((i_from + out_row // G).to(gl.int64) * (kv_heads * G) + i_head * G + out_row % G) * splits + i_split
@@ -261,6 +280,20 @@ def attend_rows(parts, factors, means, sums, halves, place, at, tiles, rule, blo
         gl.store(sums + o_out * splits + i_split, found, mask=m_row)
     else:
         gl.store(sums + o_out * splits + i_split, gl.full([ROWS], float("-inf"), gl.float32, ROW), mask=m_row)
+
+
+@gluon.jit
+def in_planes(mean, ORDER: gl.constexpr):
+    """Columns in the order of the values' coordinates by planes of every eight."""
+    ROWS: gl.constexpr = mean.shape[0]
+    DIM: gl.constexpr = mean.shape[1]
+    if ORDER == "halves":  # 32 · a + 8 · b + c + 16 · d
+        mean = gl.permute(mean.reshape([ROWS, DIM // 32, 2, 8, 2]), (0, 3, 1, 4, 2))
+    elif ORDER == "bytes":  # 8 · a + 4 · b + c + 2 · d
+        mean = gl.permute(mean.reshape([ROWS, DIM // 8, 2, 2, 2]), (0, 2, 4, 3, 1))
+    else:
+        mean = gl.permute(mean.reshape([ROWS, DIM // 8, 4, 2]), (0, 3, 2, 1) if ORDER == "fourth" else (0, 2, 3, 1))
+    return mean.reshape([ROWS, DIM])
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -298,7 +331,7 @@ def extend_kernel(
     DIM: gl.constexpr,
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
-    FOURTH: gl.constexpr,
+    ORDER: gl.constexpr,
     PAGE: gl.constexpr,
     RING: gl.constexpr,
     SEQS: gl.constexpr,
@@ -338,14 +371,18 @@ def extend_kernel(
     whole = gl.minimum(gl.maximum(a_tiles + whole, i_tile), last_tile)
     edge = gl.minimum(gl.maximum(a_tiles + edge, whole), last_tile)
 
-    BYTES: gl.constexpr = gl.NVMMASharedLayout(DIM, 8, rank=2)
+    WIDE: gl.constexpr = KEY[0] > 4
+    PART: gl.constexpr = gl.float16 if WIDE else gl.int8
+    ROW: gl.constexpr = 128 if WIDE else DIM  # bytes that are exchanged
+    PARTS: gl.constexpr = gl.NVMMASharedLayout(ROW, 16 if WIDE else 8, rank=2)
+    WORDS: gl.constexpr = DIM // 2 if WIDE else DIM // 4  # of a key
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(gl.int8, [4, HALF_ROWS, DIM], BYTES)
-    s_keys = gl.allocate_shared_memory(gl.int32, [2, KEYS, DIM // 4], gl.NVMMASharedLayout(DIM, 32, rank=2))
+    queries = gl.allocate_shared_memory(PART, [4, HALF_ROWS, DIM], PARTS)
+    s_keys = gl.allocate_shared_memory(gl.int32, [2, KEYS, WORDS], gl.NVMMASharedLayout(ROW, 32, rank=2))
     s_values = gl.allocate_shared_memory(gl.int32, [2, KEYS, DIM // 2], gl.NVMMASharedLayout(128, 32, rank=2))
     s_scales = gl.allocate_shared_memory(gl.float32, [SCALE_SLOTS, KEYS], FLAT)
     s_notes = gl.allocate_shared_memory(gl.int32, [SCALE_SLOTS, 32], FLAT)
-    b_keys = reinterpret(s_keys, gl.int8, [2, KEYS, DIM], BYTES)
+    b_keys = reinterpret(s_keys, PART, [2, KEYS, DIM], PARTS)
     b_values = reinterpret(s_values, gl.float16, [2, KEYS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
     # two each: keys are there, keys were read, values are there, values were read
     bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
@@ -364,11 +401,11 @@ def extend_kernel(
     gl.warp_specialize(
         [
             (attend_rows, (parts, factors, means, sums, halves, place, at, tiles, rule, block, queries, read,
-                           0, G, DIM, FOURTH, HALF_ROWS, CODES, MASK)),
+                           0, G, DIM, ORDER, HALF_ROWS, CODES, MASK)),
             (attend_rows, (parts, factors, means, sums, halves, place, at, tiles, rule, block, queries, read,
-                           1, G, DIM, FOURTH, HALF_ROWS, CODES, MASK)),
+                           1, G, DIM, ORDER, HALF_ROWS, CODES, MASK)),
             (decode_tiles, (words, halves, place, at, tiles, length, step, made, KEY, VALUE, CODES)),
         ],
         [4, 4],
-        [ATTEND_REGISTERS, DECODE_REGISTERS],
+        [ATTEND_REGISTERS[WIDE], DECODE_REGISTERS[WIDE]],
     )  # fmt: skip

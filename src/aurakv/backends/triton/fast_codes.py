@@ -101,7 +101,7 @@ def _odd_bytes() -> list[str]:
 
 
 def _poly7(to: str, x: str, bits: int, b: str, c: str, d: str) -> list[str]:
-    """x + b·x³ + c·x⁵ + d·x⁷, rounded as the table `poly7` says; of 5 bits d is 0."""
+    """x + b·x³ + c·x⁵ + d·x⁷, rounded as the table `poly7` says; of 5 bits d is 0. s and u are overwritten."""
     lines = [f"mul.rn.f16x2 s, {x}, {x};"]
     if bits > 5:
         lines.append(f"fma.rn.f16x2 u, s, {d}, {c};")
@@ -111,10 +111,19 @@ def _poly7(to: str, x: str, bits: int, b: str, c: str, d: str) -> list[str]:
 
 def _poly7_of_8() -> str:
     """$0 $1: levels of codes 0 and 1 over their step. $2: two units. $3 $5 $7: b, c, d in both halves."""
-    lines = ["{", ".reg .b32 w, unit, middle, x0, x1, s, u;", "mov.b32 w, $2;", *_odd_bytes()]
-    for i in range(2):
-        lines += _poly7(f"${i}", f"x{i}", 8, "$3", "$5", "$7")
+    lines = ["{", BYTE_REGISTERS, "mov.b32 w, $2;", *byte_levels(("$0", "$1"), "$3", "$5", "$7")]
     return "\n".join([*lines, "}"])
+
+
+BYTE_REGISTERS = ".reg .b32 w, unit, middle, x0, x1, s, u;"
+
+
+def byte_levels(to: Sequence[str], b: str, c: str, d: str) -> list[str]:
+    """Levels over their step of the first and of the second byte of both units in w."""
+    lines = _odd_bytes()
+    for i in range(2):
+        lines += _poly7(to[i], f"x{i}", 8, b, c, d)
+    return lines
 
 
 def _value_cubic8() -> str:
@@ -211,11 +220,11 @@ def _key3() -> str:
     return "\n".join([*lines, "}"])
 
 
-def _units(bits: int, at: str, turned: bool) -> list[str]:
-    """p0 …: units 0 … of the words of 32 codes that each lane finds at its address (lower halves), and those `bits`
-    further on. If turned, units bits·g … of tokens 2c and 2c + 1. q0 …: the units that begin in the middle of p0 …."""
+def _units(bits: int, turned: bool) -> list[str]:
+    """p0 …: units 0 … of the words w0 … of 32 codes (lower halves), and those `bits` further on. If turned, units
+    bits·g … of tokens 2c and 2c + 1. q0 …: the units that begin in the middle of p0 …."""
     names = [f"p{i}" for i in range(bits)] + [f"q{i}" for i in range(bits - 1)]
-    lines = [f".reg .b32 t, {', '.join(names)};", *_words(bits, at)]
+    lines = [f".reg .b32 t, {', '.join(names)};"]
     for i in range(bits):
         j = i + bits
         picks = (0x7600 if j % 2 else 0x5400) | (0x32 if i % 2 else 0x10)
@@ -226,9 +235,14 @@ def _units(bits: int, at: str, turned: bool) -> list[str]:
 
 
 def _poly7_of_rows(bits: int, turned: bool) -> str:
-    """$0-$15: levels over their step of codes i in the lower halves and i + 16 in the upper ones; if turned, of codes i
-    of tokens 2c and 2c + 1. $16: the lane's address. $18 $20 $22: b, c, d in both halves."""
-    lines = ["{", *_units(bits, "$16", turned), *_CENTRE, ".reg .b32 s, u;"]
+    """$0-$15: levels of `row_levels`. $16: the lane's address. $18 $20 $22: b, c, d in both halves."""
+    return "\n".join(["{", *_words(bits, "$16"), *row_levels(bits, turned, "$18", "$20", "$22"), "}"])
+
+
+def row_levels(bits: int, turned: bool, b: str, c: str, d: str) -> list[str]:
+    """$0-$15: levels over their step of codes i of the words w0 … in the lower halves and i + 16 in the upper ones; if
+    turned, of codes i of tokens 2c and 2c + 1."""
+    lines = [*_units(bits, turned), *_CENTRE, ".reg .b32 s, u;"]
     starts = {f"p{i}": 16 * i for i in range(bits)} | {f"q{i}": 16 * i + 8 for i in range(bits - 1)}
     for i in range(16):
         found = {word: bits * i - start for word, start in starts.items() if 0 <= bits * i - start <= 16 - bits}
@@ -239,14 +253,14 @@ def _poly7_of_rows(bits: int, turned: bool) -> str:
         elif at > 10 - bits:
             lines.append(f"shr.u32 t, {word}, {at - 1};")
             word, at = "t", 1
-        lines += [*_centred(word, at, bits), *_poly7(f"${i}", "x", bits, "$18", "$20", "$22")]
-    return "\n".join([*lines, "}"])
+        lines += [*_centred(word, at, bits), *_poly7(f"${i}", "x", bits, b, c, d)]
+    return lines
 
 
 def _value_cubic3() -> str:
     """$0-$15: levels of codes 0-15 of the 48 bits that are lane g's, over their step. $16: the lane's address.
     $18: r in both halves."""
-    lines = ["{", *_units(3, "$16", True), ".reg .b32 r0, r1, r2;"]
+    lines = ["{", *_words(3, "$16"), *_units(3, True), ".reg .b32 r0, r1, r2;"]
     lines += ["shl.b32 r0, p0, 1;", "shr.u32 r1, p1, 1;", "shr.u32 r2, p2, 9;"]
     places = (("r0", 1), ("r0", 4), ("r0", 7), ("q0", 1), ("q0", 4), ("q0", 7), ("p1", 2), ("p1", 5), ("r1", 7),
               ("q1", 3), ("q1", 6), ("p2", 1), ("p2", 4), ("p2", 7), ("r2", 1), ("r2", 4))  # fmt: skip
@@ -256,7 +270,7 @@ def _value_cubic3() -> str:
 def _value_minifloat3() -> str:
     """$0-$15: f(code) of codes 0-15 of lane g's 48 bits, the code at bits 9-11 of each half. $16 as above."""
     mask, tail = 0x0E000E00, MINIFLOAT_TAIL[3] << 16 | MINIFLOAT_TAIL[3]
-    lines = ["{", *_units(3, "$16", True)]
+    lines = ["{", *_words(3, "$16"), *_units(3, True)]
     starts = {"p0": 0, "p1": 16, "p2": 32, "q0": 8, "q1": 24}  # of the 48 bits
     for i in range(16):
         left = {word: 9 - (3 * i - start) for word, start in starts.items() if 0 <= 3 * i - start <= 13}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -210,20 +210,34 @@ def encode_bits(dim: int) -> tuple[list[int], list[int]]:
     return ([0, 3, 4, 5, 6], [0, 5, 6, 3, 4]) if dim == 128 else ([0, 3, 4, 5, 2], [0, 4, 5, 2, 3])
 
 
+Order = Literal["planes", "natural", "halves", "bytes"]
+
+
+def coordinates(width: int, order: Order) -> Tensor:
+    """The coordinate of each column of a tile: by planes of codes (see codes.py); the same; of every 32 one of the lower
+    half, one of the upper half; of every four those at even places first."""
+    column = torch.arange(width)
+    if order == "natural":
+        return column
+    if order == "halves":
+        return column // 32 * 32 + column % 2 * 16 + column // 2 % 16
+    if order == "bytes":
+        return column // 4 * 4 + column % 2 * 2 + column // 2 % 2
+    return column % (width // 8) * 8 + column // (width // 8)
+
+
 @functools.cache
 def matrix(
-    dim: int, seed: int, dtype: torch.dtype, device: torch.device, transposed: bool = False, natural: bool = False
+    dim: int, seed: int, dtype: torch.dtype, device: torch.device, transposed: bool = False, order: Order = "planes"
 ) -> Tensor:
     """R·√dim / 2^halvings: ± a power of two, so exact in every dtype, and no sum overflows that R's would not.
 
-    [dim, columns] with entry (c, i) of coordinate c of x and column i of a rotated tile; or transposed. `natural`:
-    column i is coordinate i.
+    [dim, columns] with entry (c, i) of coordinate c of x and column i of a rotated tile; or transposed.
     """
     width = _columns(dim)
     signed = hadamard(dim) * torch.tensor(signs(dim, seed), dtype=torch.float64)  # [rotated, c]
     padded = torch.zeros(dim, width, dtype=torch.float64)
-    column = torch.arange(width)
-    coordinate = column if natural else column % (width // 8) * 8 + column // (width // 8)
+    coordinate = coordinates(width, order)
     padded[:, coordinate < dim] = signed.T[:, coordinate[coordinate < dim]]
     padded *= 2.0 ** -_halvings(dim)
     with torch.inference_mode(False):  # cached: must not become an inference tensor
