@@ -203,9 +203,7 @@ def test_dims(dim: int, dtype: torch.dtype, group: int) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    ("name", "dim"), [(n, 256) for n in FORMATS if n not in FLAT] + [("k8v8", 64), ("k8:cubic/v4", 64)]
-)
+@pytest.mark.parametrize(("name", "dim"), [(n, 256) for n in FORMATS] + [("k8v8", 64), ("k8:cubic/v4", 64)])
 @pytest.mark.parametrize("group", [4, 8])
 def test_widths_of_other_dims(name: str, dim: int, group: int) -> None:
     pages = make_pages(name, dim, [100, 1500], 2, 32)

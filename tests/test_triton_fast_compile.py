@@ -40,7 +40,7 @@ def test_says_why_not() -> None:
     assert "level tables" in (fast_attend.why_not_format(Format.parse("k8:lloyd-max/v4", 128)) or "")
     for name in ("k4:lloyd-max/v4", "k5:lloyd-max/v4", "k6:cubic/v4", "k4/v5:cubic", "k4/v6:lloyd-max"):
         assert "level tables" in (fast_attend.why_not_format(Format.parse(name, 128)) or "")
-    for name, dim in (("k5v4", 64), ("k2v2", 64), ("k3v3", 256), ("k4v4", 80), ("k4v4:f32", 128)):
+    for name, dim in (("k5v4", 64), ("k2v2", 64), ("k3v3", 64), ("k4v4", 80), ("k4v4:f32", 128)):
         assert "widths and dims" in (fast_attend.why_not_format(Format.parse(name, dim)) or "")
     assert "same dim" in (fast_attend.why_not_format(Format.parse("k4v4", (128, 64))) or "")
 
@@ -159,7 +159,7 @@ def compile_decode(
         (90, "k8v4", 128, 32, 4, False), (90, "k8v8", 128, 32, 8, True), (90, "k8v4", 64, 64, 4, False),
         (90, "k3v3", 128, 64, 4, False), (90, "k3v3", 128, 64, 8, True),
         (90, "k5v4", 128, 64, 4, False), (90, "k6v6", 128, 32, 8, True), (90, "k4v5", 128, 32, 16, True),
-        (90, "k5v6", 128, 32, 16, False),
+        (90, "k5v6", 128, 32, 16, False), (90, "k3v3", 256, 32, 4, False), (90, "k5v5", 256, 32, 8, True),
         (90, "k3/v3:minifloat", 128, 64, 4, False), (90, "k3v4", 128, 64, 8, False), (90, CUBIC, 64, 64, 4, False),
         (90, CUBIC, 128, 32, 16, True), (90, "k8:cubic/v8:cubic", 128, 32, 16, False), (90, "k2v4", 128, 32, 16, True),
     ],

@@ -39,8 +39,8 @@ _CUBIC: dict[int, tuple[float, float]] = {
     8: (0.0158595, 6.633752e-05),
 }
 
-# level = a·r, r = x + b·x³ + c·x⁵ + d·x⁷ in float16 arithmetic, with x = (2·code + 1)/2^bits − 1: (a, b, c, d), of which
-# b, c, d are float16 numbers. The levels are float16 numbers but for a factor.
+# level = a·r, r = x + b·x³ + c·x⁵ + d·x⁷ in float16 arithmetic, with x = (2·code + 1)/2^bits − 1: (a, b, c, d), of
+# which b, c, d are float16 numbers. The levels are float16 numbers but for a factor.
 POLY7: dict[int, tuple[float, float, float, float]] = {
     5: (2.197586, -0.1068115234375, 0.69970703125, 0.0),  # a longer one would gain 0.9%
     6: (2.079480, 0.7275390625, -1.3974609375, 1.5517578125),

@@ -339,18 +339,34 @@ def store_words(p_row, m_row, word, DIM: tl.constexpr, BITS: tl.constexpr, GROUP
         store_pieces(p_row, m_row, word.to(tl.uint32, bitcast=True), 1, 0, DIM // 8)
     elif BITS == 8:
         store_pieces(p_row, m_row, word, 1, 0, DIM // 8)
-    elif BITS == 6:
-        for i in tl.static_range(3):
-            store_pieces(p_row, m_row, (word >> 16 * i).to(tl.uint16), 3, i, DIM // 8)
-    else:
-        for i in tl.static_range(BITS):
-            store_pieces(p_row, m_row, (word >> 8 * i).to(tl.uint8), BITS, i, DIM // 8)
+    elif BITS == 6:  # 16 codes are 3 pieces of 32 bits
+        low, high = tl.split(tl.reshape(word, [rows, GROUPS // 2, 2]))
+        store_pieces(p_row, m_row, low.to(tl.uint32), 3, 0, DIM // 16)
+        store_pieces(p_row, m_row, (low >> 32 | high << 16).to(tl.uint32), 3, 1, DIM // 16)
+        store_pieces(p_row, m_row, (high >> 16).to(tl.uint32), 3, 2, DIM // 16)
+    elif DIM % 32 == 0:  # 32 codes of 5 bits are 5 pieces of 32 bits
+        even, odd = tl.split(tl.reshape(word, [rows, GROUPS // 4, 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        store_pieces(p_row, m_row, a.to(tl.uint32), 5, 0, DIM // 32)
+        store_pieces(p_row, m_row, (a >> 32 | b << 8).to(tl.uint32), 5, 1, DIM // 32)
+        store_pieces(p_row, m_row, (b >> 24 | c << 16).to(tl.uint32), 5, 2, DIM // 32)
+        store_pieces(p_row, m_row, (c >> 16 | d << 24).to(tl.uint32), 5, 3, DIM // 32)
+        store_pieces(p_row, m_row, (d >> 8).to(tl.uint32), 5, 4, DIM // 32)
+    else:  # 16 are 5 of 16
+        low, high = tl.split(tl.reshape(word, [rows, GROUPS // 2, 2]))
+        store_pieces(p_row, m_row, low.to(tl.uint16), 5, 0, DIM // 16)
+        store_pieces(p_row, m_row, (low >> 16).to(tl.uint16), 5, 1, DIM // 16)
+        store_pieces(p_row, m_row, (low >> 32 | high << 8).to(tl.uint16), 5, 2, DIM // 16)
+        store_pieces(p_row, m_row, (high >> 8).to(tl.uint16), 5, 3, DIM // 16)
+        store_pieces(p_row, m_row, (high >> 24).to(tl.uint16), 5, 4, DIM // 16)
 
 
 @triton.jit
 def store_pieces(p_row, m_row, x, STEP: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """x [rows, n], of which the first COUNT exist, to pieces FIRST, FIRST + STEP, … of rows at byte pointers. Typed
-    pointers let neighbours be stored together; rows start at even addresses, at 4 and 8 bits at multiples of 8."""
+    pointers let neighbours be stored together; rows start at even addresses, at 4 and 8 bits at multiples of 8, at 6
+    bits and where 32 divides the dimension at multiples of 4."""
     o_piece = tl.arange(0, x.shape[1])
     p = p_row.to(tl.pointer_type(x.dtype), bitcast=True)[:, None] + (o_piece * STEP + FIRST)[None, :]
     m = m_row[:, None]

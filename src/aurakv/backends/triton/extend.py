@@ -153,13 +153,15 @@ def attend_extend(
     lse = q.new_empty(tokens, heads, dtype=torch.float32)
     rotate = tables.encoder(key, q.dtype, False)
     dtype = next(dtype for dtype, name in tables.DTYPES.items() if name == rotate.operand)
-    grid, multiplier = (pages.kv_heads, triton.cdiv(tokens * group, PREPARED)), scoring.multiplier(key.dim) * LOG2E.value
+    grid = (pages.kv_heads, triton.cdiv(tokens * group, PREPARED))
+    multiplier = scoring.multiplier(key.dim) * LOG2E.value
     if key.bits > 4:
         matrix = tables.matrix(key.dim, key.seed, dtype, q.device, order=_order(key))
         side = tables.side(key, False, q.dtype, key=True)
         prepare_kernel[grid](
-            q, *q.stride(), pages.key_offset, matrix, parts, factors, n, multiplier, heads, group, side, rotate, PREPARED
-        )
+            q, *q.stride(), pages.key_offset, matrix, parts, factors, n, multiplier, heads, group, side, rotate,
+            PREPARED,
+        )  # fmt: skip
     else:
         matrix = tables.matrix(key.dim, key.seed, dtype, q.device, order="natural")
         prepare_integers_kernel[grid](

@@ -141,7 +141,7 @@ def codes_layout(keys, lanes, words):
 
 @gluon.jit
 def load_codes(words, at, KEYS: gl.constexpr, LANES: gl.constexpr, BITS: gl.constexpr):
-    """Rows of codes, KEYS · LANES · BITS words from `at` (a multiple of 4) on: what `to_nibbles` and `wide_tile` take."""
+    """Rows of codes, KEYS · LANES · BITS words from `at` (a multiple of 4) on, for `to_nibbles` or `wide_tile`."""
     if flat(BITS):
         layout: gl.constexpr = codes_layout(KEYS, LANES, 1)
         i_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))

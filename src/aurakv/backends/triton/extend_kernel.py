@@ -2,14 +2,17 @@
 
 Rows of a program are ROWS (token, head of the group) pairs of one sequence and KV head. Program (block, kv head, split)
 walks over its share of the tiles of KEYS keys. One warp group decodes: codes of keys become int8 levels in shared
-memory (wide ones, of more than 4 bits, float16), codes of values float16 numbers, each in two slots. Two warp groups with half of the rows each attend: the
-products of tile i + 1 with the queries and of the weights of tile i with the values run beside the making of weights.
+memory (wide ones, of more than 4 bits, float16), codes of values float16 numbers, each in two slots. Two warp groups
+with half of the rows each attend: the products of tile i + 1 with the queries and of the weights of tile i with the
+values run beside the making of weights.
 Queries are integers of 16 bits in two int8 parts, or two float16 parts: scores are exact up to that.
 
 In:  parts [rows, 2, DIM] int8 and factors [rows, 2] (queries.prepare_integers_kernel), or parts in float16
-     (queries.prepare_kernel, columns in the order of the keys); the pages as int32 and as float16; table, lengths, starts, ends. Out: `means` and `sums` for results.finish_kernel.
-Constexprs: KEY, VALUE (bits, PTX); ORDER of the values' coordinates, see extend_decode; PAGE tokens a page, 0 for one page a
-     sequence; SEQS a power of two ≥ seqs and 32; CAUSAL, WINDOW, EXACT see masks.
+     (queries.prepare_kernel, columns in the order of the keys); the pages as int32 and as float16; table, lengths,
+     starts, ends.
+Out: `means` and `sums` for results.finish_kernel.
+Constexprs: KEY, VALUE (bits, PTX); ORDER of the values' coordinates, see extend_decode; PAGE tokens a page, 0 for one
+     page a sequence; SEQS a power of two ≥ seqs and 32; CAUSAL, WINDOW, EXACT see masks.
 The launcher guarantees: pages of whole tiles, or one; scales in float16; DIM in (64, 128).
 """
 

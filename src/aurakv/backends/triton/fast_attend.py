@@ -26,7 +26,7 @@ from ...scoring import Scoring
 from . import fast_kernel, fast_levels, fast_merge, fast_ring
 from .launch import Launch
 
-WIDTHS = {2: (128, 256), 3: (128,), 4: (64, 128, 256), 5: (128,), 6: (128,), 8: (64, 128, 256)}  # dims by width
+WIDTHS = {bits: (64, 128, 256) if bits in (4, 8) else (128, 256) for bits in (2, 3, 4, 5, 6, 8)}  # dims by width
 MAX_SEQS = 1024
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
 MAX_EXACT = 16  # first tokens that `fast_merge` scores

@@ -13,9 +13,9 @@ f(code) − f(last code − code), by two MMAs. CUBIC: 1024 + code by the expone
 POLY7: as the table says. BITS: 2-bit codes under a mask are tiny floats; a second MMA adds what the upper bit has too
 much. LINE: it has nothing too much.
 
-Rows of 3, 5 and 6 bits have no codes in units of their own. A lane reads the words of 32 codes of a token, twice as many
-units as a code has bits. Keys of 5 and 6 bits are pairs of codes i and i + 16 of one token, in the halves of a register;
-values are pairs of tokens: `movmatrix` transposes the units, after which lane g has 16 codes.
+Rows of 3, 5 and 6 bits have no codes in units of their own. A lane reads the words of 32 codes of a token, twice as
+many units as a code has bits. Keys of 5 and 6 bits are pairs of codes i and i + 16 of one token, in the halves of a
+register; values are pairs of tokens: `movmatrix` transposes the units, after which lane g has 16 codes.
 
 Inline assembly here moves data between lanes or changes the meaning of the index; the callers' layouts say how.
 """

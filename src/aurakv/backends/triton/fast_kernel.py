@@ -52,7 +52,7 @@ from .fast_schedule import (
     span_of,
     split_pieces,
 )
-from .fast_values import add_values, empty_sums, output, scaled_weights, times
+from .fast_values import add_values, coordinates, empty_sums, output, scaled_weights, times
 from .gluon_names import meet
 
 LIMIT = gl.constexpr(8192.0)  # sums are rescaled when a weight or a weight times its value scale exceeds this
@@ -330,7 +330,7 @@ def fast_decode(
         h = gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
         u = gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
         e = gl.arange(0, result.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
-        d_out = (u % 8) * 16 + (u // 8) * 8 + e if flat(VALUE_BITS) else result.shape[2] * u + e
+        d_out = coordinates(u, e, VALUE_BITS, result.shape[2])
         inverse = gl.where(weight == 0.0, 0.0, value_scale / weight)  # a row may see nothing of these tiles
         inverse = gl.convert_layout(inverse, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
         gl.store(pieces + (piece * ROWS + h) * DIM + d_out, result * inverse, mask=(h < ROWS) & (d_out >= 0))

@@ -1,7 +1,8 @@
 """Scores of a tile: queries rotated and split in two parts, times the levels of keys.
 
 2 to 4 bits: queries as two int8 parts of 16 bits, levels as int8. 5 to 8 bits: queries as two float16 parts, levels as
-float16 numbers or (CUBIC) sums of two. The coordinates of a row are in the order in which lanes hold the codes; queries follow.
+float16 numbers or (CUBIC) sums of two. The coordinates of a row are in the order in which lanes hold the codes; queries
+follow.
 """
 
 # mypy: ignore-errors
@@ -31,7 +32,8 @@ POLY7 = gl.constexpr(fast_levels.POLY7)
 @gluon.constexpr_function
 def query_planes(bits, dim):
     """Parts that `raw_scores` multiplies separately."""
-    return {2: dim // 32 if dim < 256 else 8, 3: 4, 4: 2 if dim == 64 else 4, 5: 8, 6: 8, 8: 2}[bits]
+    four = 2 if dim == 64 else 4
+    return {2: dim // 32, 3: dim // 32, 4: four, 5: dim // 16, 6: dim // 16, 8: 2}[bits]
 
 
 @gluon.jit
@@ -51,9 +53,9 @@ def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
         if BITS == 8:  # head, k-step, lane, register, unit, plane, part
             parts = parts.reshape([HEADS, DIM // 64, 4, 4, 2, 2, 2])
             parts = gl.permute(parts, (5, 0, 6, 1, 3, 2, 4) if HEADS == 4 else (5, 6, 0, 1, 3, 2, 4))
-        else:  # head, lane, half, plane, register, part
-            parts = parts.reshape([HEADS, 4, 2, 8, 2, 2])
-            parts = gl.permute(parts, (3, 0, 5, 4, 1, 2) if HEADS == 4 else (3, 5, 0, 4, 1, 2))
+        else:  # head, block, lane, half, plane, register, part: block and plane make the plane
+            parts = parts.reshape([HEADS, DIM // 128, 4, 2, 8, 2, 2])
+            parts = gl.permute(parts, (1, 4, 0, 6, 5, 2, 3) if HEADS == 4 else (1, 4, 6, 0, 5, 2, 3))
     else:
         step = gl.where(damaged, float("nan"), peak * (scale / 32500.0))
         n = (y * (32500.0 / peak)[:, None] + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000
@@ -62,9 +64,9 @@ def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
         if BITS == 2 and DIM == 128:  # head, lane, plane, code, half, part
             parts = parts.reshape([HEADS, 4, 4, 4, 2, 2])
             parts = gl.permute(parts, (2, 0, 5, 4, 1, 3) if HEADS == 4 else (2, 5, 0, 4, 1, 3))
-        elif BITS == 3:  # head, lane, half, code, plane, part
-            parts = parts.reshape([HEADS, 4, 2, 4, 4, 2])
-            parts = gl.permute(parts, (4, 0, 5, 2, 1, 3) if HEADS == 4 else (4, 5, 0, 2, 1, 3))
+        elif BITS == 3:  # head, block, lane, half, code, plane, part
+            parts = parts.reshape([HEADS, DIM // 128, 4, 2, 4, 4, 2])
+            parts = gl.permute(parts, (1, 5, 0, 6, 3, 2, 4) if HEADS == 4 else (1, 5, 6, 0, 3, 2, 4))
         elif BITS == 2:  # head, lane, half, unit, code, odd, part: unit and odd make the plane
             parts = parts.reshape([HEADS, 4, 2, 4, 4, 2, 2])
             parts = gl.permute(parts, (3, 5, 0, 6, 2, 1, 4) if HEADS == 4 else (3, 5, 6, 0, 2, 1, 4))
@@ -131,25 +133,28 @@ def scores2(keys, queries, constants, s, U: gl.constexpr, HEADS: gl.constexpr, m
 
 
 @gluon.jit
-def scores3(tile, queries, constants, s, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
-    planes = key_levels3(lane_rows(tile, 3, TILE, 8), in_octets(constants[0]), in_octets(constants[1]))
-    for i in gl.static_range(4):
-        keys = gl.permute(planes[i].reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
-        s = multiply(keys, queries[i], s, HEADS, mma)
+def scores3(tile, queries, constants, s, DIM: gl.constexpr, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    low, high = in_octets(constants[0]), in_octets(constants[1])
+    for block in gl.static_range(DIM // 128):
+        planes = key_levels3(lane_rows(tile, block, 3, DIM, TILE, 8), low, high)
+        for i in gl.static_range(4):
+            keys = gl.permute(planes[i].reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
+            s = multiply(keys, queries[4 * block + i], s, HEADS, mma)
     return s
 
 
 @gluon.jit
 def scores_of_rows(
-    tile, queries, constants, s, BITS: gl.constexpr, TILE: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr
-):
+    tile, queries, constants, s, BITS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, HEADS: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
     """Of 5 or 6 bits."""
-    at = lane_rows(tile, BITS, TILE, 2)
     b, c, d = in_octets(constants[0]), in_octets(constants[1]), in_octets(constants[2])
-    planes = row_levels_poly7(at, b, c, d, BITS, False)
-    for i in gl.static_range(8):
-        keys = gl.permute(gl.join(planes[2 * i], planes[2 * i + 1]), (0, 1, 4, 2, 3)).reshape([TILE, 16])
-        s = multiply(keys, queries[i], s, HEADS, mma)
+    for block in gl.static_range(DIM // 128):
+        planes = row_levels_poly7(lane_rows(tile, block, BITS, DIM, TILE, 2), b, c, d, BITS, False)
+        for i in gl.static_range(8):
+            keys = gl.permute(gl.join(planes[2 * i], planes[2 * i + 1]), (0, 1, 4, 2, 3)).reshape([TILE, 16])
+            s = multiply(keys, queries[8 * block + i], s, HEADS, mma)
     return s
 
 
@@ -183,9 +188,9 @@ def raw_scores(
     DTYPE: gl.constexpr = gl.float32 if BITS > 4 else gl.int32
     s = gl.zeros([TILE, 8] if HEADS == 4 else [2 * HEADS, TILE], DTYPE, mma)
     if BITS == 3:
-        s = scores3(at, queries, constants, s, TILE, HEADS, mma)
+        s = scores3(at, queries, constants, s, U * 16 // BITS, TILE, HEADS, mma)
     elif BITS == 5 or BITS == 6:
-        s = scores_of_rows(at, queries, constants, s, BITS, TILE, HEADS, mma)
+        s = scores_of_rows(at, queries, constants, s, BITS, U * 16 // BITS, TILE, HEADS, mma)
     elif BITS == 8:
         keys = read_keys(at, TILE, U)
         keys = gl.permute(keys.reshape([TILE, U // 32, 4, 4, 2]), (0, 1, 3, 2, 4)).reshape([TILE, U])

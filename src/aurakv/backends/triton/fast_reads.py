@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .fast_layouts import key_unit_layout, value_unit_layout
-from .fast_ring import row_bytes
 
 
 @gluon.constexpr_function
@@ -126,14 +125,14 @@ def octet_slice(tile, n, dim):
 
 
 @gluon.jit
-def lane_rows(tile, BITS: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr):
-    """Where each lane has its words of each octet of tokens, N times: [octets, 8, 4, N] int32."""
-    ROW: gl.constexpr = row_bytes(BITS)
+def lane_rows(tile, BLOCK: gl.constexpr, BITS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr):
+    """Where each lane has its words of the BLOCK-th 128 codes of each octet of tokens, N times: [octets, 8, 4, N]."""
+    ROW: gl.constexpr = DIM * BITS // 8
     octet = gl.arange(0, TILE // 8, layout=octet_slice(TILE, N, 0))
     g = gl.arange(0, 8, layout=octet_slice(TILE, N, 1))
     c = gl.arange(0, 4, layout=octet_slice(TILE, N, 2))
     n = gl.arange(0, N, layout=octet_slice(TILE, N, 3))
-    lane = tile + (ROW // 4) * (4 * g[None, :, None, None] + c[None, None, :, None])
+    lane = tile + 16 * BITS * BLOCK + ROW * g[None, :, None, None] + 4 * BITS * c[None, None, :, None]
     return lane + (8 * ROW * octet[:, None, None, None] + 0 * n[None, None, None, :])
 
 

@@ -3,8 +3,8 @@
 Triton's copies take no cache hints. These do: their lines are the first to leave L2, because a step reads them once,
 and what others keep there, or have yet to write to memory, stays. Codes of 2, 4 and 8 bits and their scales come by TMA
 in lines of 128 bytes whose pieces of 16 it exchanges, so that reads have no bank conflicts (`fast_reads.swizzled`).
-Flat rows, those of 3, 5 and 6 bits (48, 80 or 96 bytes), lie as in memory: bulk copies, without padding; lane l reads
-32 codes at l/32 of eight rows, 12, 20 or 24 bytes from its neighbour.
+Flat rows, those of 3, 5 and 6 bits, lie as in memory: bulk copies, without padding; a lane reads 32 codes, 12, 20 or 24
+bytes from its neighbour.
 
 First come the boxes of all slots (the codes that travel by TMA, keys before values), then the rest of all slots, then
 their barriers. Boxes are multiples of 1024, as exchanging needs it.
@@ -23,12 +23,6 @@ from triton.experimental.gluon import language as gl
 @gluon.constexpr_function
 def flat(bits):
     return bits in (3, 5, 6)
-
-
-@gluon.constexpr_function
-def row_bytes(bits):
-    """Of 128 codes: flat rows have no other dim."""
-    return 16 * bits
 
 
 class Slot(NamedTuple):

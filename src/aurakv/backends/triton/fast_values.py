@@ -1,7 +1,7 @@
 """Weights of a tile times the levels of values.
 
 A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8], of 16 heads [units, 16], for each of them; `output`
-puts them together. Of flat rows there are eight such sums of 16 units, of codes i and i + 8 of 16.
+puts them together. Of flat rows there are eight such sums of 16 units for every 128 codes, of codes i and i + 8 of 16.
 """
 
 # mypy: ignore-errors
@@ -69,7 +69,7 @@ def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: g
 @gluon.jit
 def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
     """One sum for each code of a unit, and for 2 bits the sum of the weights."""
-    COUNT: gl.constexpr = 9 if BITS == 2 else 8 if flat(BITS) else 16 // BITS
+    COUNT: gl.constexpr = 9 if BITS == 2 else DIM // 16 if flat(BITS) else 16 // BITS
     ROWS: gl.constexpr = 16 if flat(BITS) else DIM * BITS // 16
     sums = ()
     for _ in gl.static_range(COUNT):
@@ -131,19 +131,20 @@ def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr,
 
 @gluon.jit
 def add_flat_values(tile, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, A: gl.constexpr):
-    at = lane_rows(tile, BITS, w.shape[0], 2)
     constant = in_octets(constants[0])
-    if LEVELS == POLY7:
-        planes = row_levels_poly7(at, constant, in_octets(constants[1]), in_octets(constants[2]), BITS, True)
-    else:
-        planes = value_levels_minifloat3(at) if LEVELS == MINIFLOAT else value_levels_cubic3(at, constant)
     new = ()
-    for i in gl.static_range(8):
-        total = mma_v2(side_by_side(planes[i], planes[i + 8], A), w, sums[i])
-        if LEVELS == MINIFLOAT:
-            first, last = complement3(planes[i], constant), complement3(planes[i + 8], constant)
-            total = mma_v2(side_by_side(first, last, A), w, total)
-        new = new + (total,)  # noqa: RUF005
+    for block in gl.static_range(len(sums) // 8):
+        at = lane_rows(tile, block, BITS, len(sums) * 16, w.shape[0], 2)
+        if LEVELS == POLY7:
+            planes = row_levels_poly7(at, constant, in_octets(constants[1]), in_octets(constants[2]), BITS, True)
+        else:
+            planes = value_levels_minifloat3(at) if LEVELS == MINIFLOAT else value_levels_cubic3(at, constant)
+        for i in gl.static_range(8):
+            total = mma_v2(side_by_side(planes[i], planes[i + 8], A), w, sums[8 * block + i])
+            if LEVELS == MINIFLOAT:
+                first, last = complement3(planes[i], constant), complement3(planes[i + 8], constant)
+                total = mma_v2(side_by_side(first, last, A), w, total)
+            new = new + (total,)  # noqa: RUF005
     return new
 
 
@@ -164,7 +165,8 @@ def eighths(s0, s1, s2, s3, s4, s5, s6, s7):
 
 @gluon.jit
 def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
-    """The sums as [units, HEADS, codes of a unit]. shift: what the sum of the weights is to be multiplied by."""
+    """The sums as [units, HEADS, codes of a unit], see `coordinates`. shift: what the sum of the weights is to be
+    multiplied by."""
     U: gl.constexpr = sums[0].shape[0]
     if BITS == 8:
         out = gl.join(sums[0], sums[1])
@@ -173,6 +175,9 @@ def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
         out = gl.permute(out, (0, 1, 3, 2)).reshape([U, sums[0].shape[1], 4])
     elif flat(BITS):
         out = eighths(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7])
+        if len(sums) == 16:
+            more = eighths(sums[8], sums[9], sums[10], sums[11], sums[12], sums[13], sums[14], sums[15])
+            out = gl.join(out, more).reshape([U, sums[0].shape[1], 16])
     else:
         s1, s2, s3, s4 = sums[1] * 2.0**-2, sums[2] * 2.0**-4, sums[3] * 2.0**-6, sums[4] * 2.0**-8
         out = eighths(sums[0], s1, s2, s3, s4, sums[5], sums[6] * 2.0**-2, sums[7] * 2.0**-4)
@@ -180,3 +185,13 @@ def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
     if HEADS == 4:
         out = gl.sum(gl.permute(out.reshape([U, 4, 2, out.shape[2]]), (0, 1, 3, 2)), 3)
     return out
+
+
+@gluon.jit
+def coordinates(u, e, BITS: gl.constexpr, CODES: gl.constexpr):
+    """Of code e of unit u of `output`, which has CODES a unit."""
+    if flat(BITS):
+        BLOCKS: gl.constexpr = CODES // 8
+        return e % BLOCKS * 128 + (u % 8) * 16 + (u // 8) * 8 + e // BLOCKS
+    else:
+        return CODES * u + e

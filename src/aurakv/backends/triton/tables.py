@@ -214,8 +214,8 @@ Order = Literal["planes", "natural", "halves", "bytes"]
 
 
 def coordinates(width: int, order: Order) -> Tensor:
-    """The coordinate of each column of a tile: by planes of codes (see codes.py); the same; of every 32 one of the lower
-    half, one of the upper half; of every four those at even places first."""
+    """The coordinate of each column of a tile: by planes of codes (see codes.py); the same number; of every 32 one of
+    the lower half and one of the upper in turn; of every four 0 2 1 3."""
     column = torch.arange(width)
     if order == "natural":
         return column
