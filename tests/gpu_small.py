@@ -2,16 +2,25 @@
 
 PYTHONPATH=src compute-sanitizer --tool memcheck python tests/gpu_small.py
 PYTHONPATH=src compute-sanitizer --tool racecheck python tests/gpu_small.py
+PYTHONPATH=src compute-sanitizer --tool racecheck python tests/gpu_small.py --control
+
+racecheck finds nothing but hazards between the words through which Triton hands a warp group its task and arguments, in
+`extend_kernel`. The control shows them without anything of ours: in two kernels that do nothing but that, the one whose
+first warps meet at a barrier before it.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import aurakv as kv
 from aurakv import ops
+from aurakv.backends.triton.gluon_names import meet
 from aurakv.codec import Format
 from aurakv.pages import Pages, allocate
 
@@ -25,13 +34,44 @@ RUNS = [
     ("k2/v2:uniform", 128, 64, 1, {"scoring": kv.Scoring(window=20, sinks=4)}),  # one launch
     ("k8v8", 64, 64, 4, {}),
     ("k8v4", 128, 64, 1, {"scoring": kv.Scoring(softcap=20.0)}),
+    ("k5v4", 128, 64, 1, {}),
+    ("k6v6", 256, 64, 4, {}),
+    ("k4v5", 128, 300, 1, {"scoring": kv.Scoring(window=20, sinks=4)}),
     ("k4v4", 128, 64, 2, {"scoring": kv.Scoring(softcap=20.0)}),  # and an offset: see below
     ("k4v4", 128, 64, 100, {}),
     ("k3v2", 64, 128, 100, {"splits": 2}),
+    ("k8v5", 128, 64, 100, {}),
+    ("k6v8", 64, 64, 100, {"splits": 2}),
     ("k5v6", 96, 16, 1, {"splits": 3}),
     ("k4v4", 128, 64, 1, {"precision": "exact"}),
     ("k16v3", 64, 48, 3, {}),
 ]
+
+
+@gluon.jit
+def first(p, n):
+    gl.store(p, n)
+
+
+@gluon.jit
+def second(p, n):
+    gl.store(p + 1, n + 1)
+
+
+@gluon.jit
+def hand_over(p, MEET: gl.constexpr):
+    """Two warp groups that store a number each; before, one meets at a barrier of its own if MEET."""
+    n = gl.load(p + 2)
+    if MEET:
+        meet()
+    gl.warp_specialize([(first, (p, n)), (second, (p, n))], [4], [24])
+
+
+def control() -> None:
+    for with_barrier in (False, True):
+        numbers = torch.tensor([0, 0, 1], dtype=torch.int32, device="cuda")
+        hand_over[(1,)](numbers, with_barrier, num_warps=4)
+        print("with a barrier before" if with_barrier else "without", numbers.tolist(), flush=True)
 
 
 def main() -> None:
@@ -72,4 +112,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control", action="store_true", help="only what Triton does by itself")
+    control() if parser.parse_args().control else main()
