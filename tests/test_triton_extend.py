@@ -80,6 +80,8 @@ CASES = {
     "splits": {"splits": 3},
     "many-splits": {"splits": 40},
     "window-sinks": {"scoring": Scoring(window=100, sinks=5)},
+    "window-near-sinks": {"lengths": (150, 300), "queries": (150, 200), "scoring": Scoring(window=24, sinks=5)},
+    "window-beside-sinks": {"lengths": (300,), "queries": (300,), "scoring": Scoring(window=30, sinks=65, first=3)},
     "all-keys": {"scoring": Scoring(causal=False)},
     "first-recent": {"scoring": Scoring(first=3, recent=40)},
     "exact": {"scoring": Scoring(first=3, recent=40, exact=True)},

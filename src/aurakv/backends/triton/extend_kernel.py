@@ -363,9 +363,9 @@ def extend_kernel(
         lowest, highest, length * 0, length, window, sinks, first, recent, CAUSAL, WINDOW, EXACT
     )
     a_base = a_start // KEYS * KEYS
-    b_base = b_start // KEYS * KEYS
     a_tiles = gl.where(a_stop > a_start, gl.cdiv(a_stop - a_base, KEYS), 0)
-    all_tiles = a_tiles + gl.where(b_stop > b_start, gl.cdiv(b_stop - b_base, KEYS), 0)
+    b_base = gl.maximum(b_start // KEYS * KEYS, gl.where(a_tiles > 0, a_base + a_tiles * KEYS, 0))  # no tile twice
+    all_tiles = a_tiles + gl.where(b_stop > gl.maximum(b_start, b_base), gl.cdiv(b_stop - b_base, KEYS), 0)
     all_tiles = gl.where(i_first < rows, all_tiles, 0)
     share = gl.maximum(gl.cdiv(all_tiles, splits), least)
     i_tile = gl.minimum(i_split * share, all_tiles)
