@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from aurakv import codebook
 from aurakv.codec import Format
 from aurakv.packing import pack
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from aurakv.backends.triton import fast_codes, fast_levels
+from aurakv.backends.triton import extend_decode, fast_codes, fast_levels, tables
 
 LANES = 32
 Words = np.ndarray  # uint32, one of each lane
@@ -146,6 +147,26 @@ def test_poly7_of_flat_values(bits: int) -> None:
     for i in range(16):
         wanted = [format.value.levels[n] for n in tokens_of(codes, i).ravel()]
         assert same(halves(made[f"${i}"]).ravel(), levels.value.step, wanted), i
+
+
+@pytest.mark.parametrize("bits", [5, 6, 8])
+def test_wide_codes_of_many_queries(bits: int) -> None:
+    """What the extend kernel makes of 32 codes of a row, in the order that `tables.coordinates` says."""
+    format = Format.parse(f"k{bits}v{bits}", 128)
+    levels, _ = words_of(format)
+    codes, memory, at = octet(bits)
+    words = np.frombuffer(memory, np.uint32)
+    given = {f"${16 + i}": words[at // 4 + i] for i in range(bits)}
+    numbers = codebook.POLY7[bits][1:]
+    order = tables.coordinates(32, "bytes" if bits == 8 else "halves").numpy()
+    mine = codes.reshape(LANES, 32)[:, order].reshape(LANES, 16, 2)
+    plain = run(extend_decode.wide_asm(bits, numbers, False), given)
+    half = {f"${16 + bits}": int(np.array([0.5, 0.5], np.float16).view(np.uint32)[0])}
+    scaled = run(extend_decode.wide_asm(bits, numbers, True), given | half)
+    for i in range(16):
+        wanted = [format.key.levels[n] for n in mine[:, i].ravel()]
+        assert same(halves(plain[f"${i}"]).ravel(), levels.key.step, wanted), i
+        assert same(2 * halves(scaled[f"${i}"]).ravel(), levels.key.step, wanted), i
 
 
 def test_cubic_of_3_bits() -> None:

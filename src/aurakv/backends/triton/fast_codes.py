@@ -109,12 +109,6 @@ def _poly7(to: str, x: str, bits: int, b: str, c: str, d: str) -> list[str]:
     return [*lines, f"mul.rn.f16x2 s, s, {x};", f"fma.rn.f16x2 {to}, s, u, {x};"]
 
 
-def _poly7_of_8() -> str:
-    """$0 $1: levels of codes 0 and 1 over their step. $2: two units. $3 $5 $7: b, c, d in both halves."""
-    lines = ["{", BYTE_REGISTERS, "mov.b32 w, $2;", *byte_levels(("$0", "$1"), "$3", "$5", "$7")]
-    return "\n".join([*lines, "}"])
-
-
 BYTE_REGISTERS = ".reg .b32 w, unit, middle, x0, x1, s, u;"
 
 
@@ -124,6 +118,12 @@ def byte_levels(to: Sequence[str], b: str, c: str, d: str) -> list[str]:
     for i in range(2):
         lines += _poly7(to[i], f"x{i}", 8, b, c, d)
     return lines
+
+
+def _poly7_of_8() -> str:
+    """$0 $1: levels of codes 0 and 1 over their step. $2: two units. $3 $5 $7: b, c, d in both halves."""
+    lines = ["{", BYTE_REGISTERS, "mov.b32 w, $2;", *byte_levels(("$0", "$1"), "$3", "$5", "$7")]
+    return "\n".join([*lines, "}"])
 
 
 def _value_cubic8() -> str:
