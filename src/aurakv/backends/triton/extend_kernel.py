@@ -42,6 +42,7 @@ VARYING = [
 ]  # fmt: skip
 
 key_spans = gluon.jit(masks.key_spans.fn)
+tiles_of = gluon.jit(masks.tiles_of.fn)
 whole_tiles = gluon.jit(masks.whole_tiles.fn)
 visible = gluon.jit(masks.visible.fn)
 
@@ -362,10 +363,7 @@ def extend_kernel(
     a_start, a_stop, b_start, b_stop = key_spans(
         lowest, highest, length * 0, length, window, sinks, first, recent, CAUSAL, WINDOW, EXACT
     )
-    a_base = a_start // KEYS * KEYS
-    a_tiles = gl.where(a_stop > a_start, gl.cdiv(a_stop - a_base, KEYS), 0)
-    b_base = gl.maximum(b_start // KEYS * KEYS, gl.where(a_tiles > 0, a_base + a_tiles * KEYS, 0))  # no tile twice
-    all_tiles = a_tiles + gl.where(b_stop > gl.maximum(b_start, b_base), gl.cdiv(b_stop - b_base, KEYS), 0)
+    a_base, a_tiles, b_base, all_tiles = tiles_of(a_start, a_stop, b_start, b_stop, KEYS)
     all_tiles = gl.where(i_first < rows, all_tiles, 0)
     share = gl.maximum(gl.cdiv(all_tiles, splits), least)
     i_tile = gl.minimum(i_split * share, all_tiles)

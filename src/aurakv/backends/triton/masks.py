@@ -58,6 +58,17 @@ def key_spans(
 
 
 @triton.jit
+def tiles_of(a_start, a_stop, b_start, b_stop, KEYS: tl.constexpr):
+    """Tiles of KEYS keys that hold two disjoint ranges, none of them twice: where those of the first range begin and
+    how many they are; where the others begin; how many there are in all."""
+    a_base = a_start // KEYS * KEYS
+    a_tiles = tl.where(a_stop > a_start, tl.cdiv(a_stop - a_base, KEYS), 0)
+    b_base = tl.maximum(b_start // KEYS * KEYS, tl.where(a_tiles > 0, a_base + a_tiles * KEYS, 0))
+    more = tl.where(b_stop > tl.maximum(b_start, b_base), tl.cdiv(b_stop - b_base, KEYS), 0)
+    return a_base, a_tiles, b_base, a_tiles + more
+
+
+@triton.jit
 def whole_tiles(
     base,
     start,
