@@ -71,7 +71,8 @@ def check(scoring: Scoring, length: int) -> None:
         assert set(key[seen.any(0)].tolist()) <= set(walked), (scoring, length, low, high, "a key is missing")
         for tile in range(whole, min(edge, tiles - a_tiles)):
             begin = b_base + KEYS * tile
-            assert begin + KEYS <= length and bool(seen[:, begin : begin + KEYS].all()), (scoring, low, high, "whole")
+            assert begin + KEYS <= length, (scoring, low, high)
+            assert bool(seen[:, begin : begin + KEYS].all()), (scoring, low, high, "not whole")
 
 
 def test_every_visible_key_once() -> None:
