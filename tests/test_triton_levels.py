@@ -120,33 +120,23 @@ def octet(bits: int, seed: int = 0) -> tuple[np.ndarray, bytes, Words]:
     return codes, memory, np.arange(LANES, dtype=np.uint32) * 4 * bits
 
 
-@pytest.mark.parametrize("bits", [5, 6])
-def test_poly7_of_flat_keys(bits: int) -> None:
-    """Lane 4g + c: codes i and i + 16 of the 32 from 32c on of token g."""
-    format = Format.parse(f"k{bits}v{bits}", 128)
-    levels, c = words_of(format)
-    codes, memory, at = octet(bits)
-    made = run(fast_codes._KEY_ROWS.value[bits - 5], {"$16": at, "$18": c["b"], "$20": c["c"], "$22": c["d"]}, memory)
-    mine = codes.reshape(LANES, 2, 16)
-    for i in range(16):
-        wanted = [format.key.levels[n] for n in mine[:, :, i].ravel()]
-        assert same(halves(made[f"${i}"]).ravel(), levels.key.step, wanted), i
-
-
 def tokens_of(codes: np.ndarray, i: int) -> np.ndarray:
     """Codes of coordinate 16g + i of tokens 2c and 2c + 1, for lane 4g + c: [lanes, 2]."""
     return np.stack([[codes[2 * (lane % 4) + e, 16 * (lane // 4) + i] for e in range(2)] for lane in range(LANES)])
 
 
 @pytest.mark.parametrize("bits", [5, 6])
-def test_poly7_of_flat_values(bits: int) -> None:
+@pytest.mark.parametrize("rows", [fast_codes._KEY_ROWS.value, fast_codes._VALUE_ROWS.value], ids=["keys", "values"])
+def test_poly7_of_flat_rows(bits: int, rows: tuple[str, str]) -> None:
+    """Lane 4g + c: of keys codes i and i + 16 of the 32 from 32c on of token g, values as in `tokens_of`."""
     format = Format.parse(f"k{bits}v{bits}", 128)
     levels, c = words_of(format)
     codes, memory, at = octet(bits)
-    made = run(fast_codes._VALUE_ROWS.value[bits - 5], {"$16": at, "$18": c["b"], "$20": c["c"], "$22": c["d"]}, memory)
+    made = run(rows[bits - 5], {"$16": at, "$18": c["b"], "$20": c["c"], "$22": c["d"]}, memory)
     for i in range(16):
-        wanted = [format.value.levels[n] for n in tokens_of(codes, i).ravel()]
-        assert same(halves(made[f"${i}"]).ravel(), levels.value.step, wanted), i
+        mine = codes.reshape(LANES, 2, 16)[:, :, i] if rows is fast_codes._KEY_ROWS.value else tokens_of(codes, i)
+        wanted = [format.key.levels[n] for n in mine.ravel()]
+        assert same(halves(made[f"${i}"]).ravel(), levels.key.step, wanted), i
 
 
 @pytest.mark.parametrize("bits", [5, 6, 8])
