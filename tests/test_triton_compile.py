@@ -297,5 +297,6 @@ def test_widths_use_instructions_they_should():
     assert all(how(f"k{bits}v4").asm for bits in (2, 3, 4))
     assert how("k8:cubic/v4").coef
     assert not how("k8:cubic/v4").asm
-    assert [how(f"k{bits}v4").coef[0] for bits in (5, 6, 8)] == [0, 0, 13]
+    assert [how(f"k{bits}v4").coef[0] for bits in (5, 6, 8)] == [7, 7, 7]
+    assert [how(f"k{bits}:lloyd-max/v4").coef[0] for bits in (5, 6, 8)] == [0, 0, 0]
     assert not how("k4:[-4,-3,-2,-1.5,-1,-0.5,-0.2,0,0.1,0.3,0.6,1,1.5,2,3,5]/v4").asm
