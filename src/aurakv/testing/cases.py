@@ -136,6 +136,7 @@ def _special() -> list[Case]:
         Case("table-lloyd-max", "k4:lloyd-max/v4:lloyd-max", dims=(128, 128)),
         Case("table-cubic-minifloat", "k4:cubic/v4:minifloat", dims=(128, 128), storage="paged"),
         Case("table-wide", "k8:lloyd-max/v8:cubic", storage="paged"),
+        Case("table-wide-5-6", "k5:lloyd-max/v6:lloyd-max", storage="ring", sinks=2),
         Case("table-uniform", "k2:uniform/v2:uniform", dims=(128, 128), storage="paged"),
         Case("table-of-a-user", "k2:[-1.5,-0.25,0.5,2.0]/v3:[-2,-1,-0.5,0,0.25,1,1.5,2]"),
         Case("seeds", "k4:seed7/v4:seed123456789"),
