@@ -174,7 +174,7 @@ def test_contiguous_of_any_size(group: int) -> None:
 @pytest.mark.parametrize("name", FLAT)
 @pytest.mark.parametrize("page_size", [32, 128, 333])
 @pytest.mark.parametrize("group", [4, 8])
-def test_three_bits(name: str, page_size: int, group: int) -> None:
+def test_flat_rows(name: str, page_size: int, group: int) -> None:
     """Pages of whole tiles of 32 and 64 tokens, and contexts of which the last tile is not whole."""
     lengths = [700, page_size, 3, 0, 333] if page_size < 333 else [page_size, 7, 320, 0, page_size - 1]
     pages = make_pages(name, 128, lengths, 2, page_size)

@@ -16,9 +16,9 @@ MAX_TERMS = 8
 @functools.cache
 def float16_unit(levels: Levels) -> float:
     """A factor that takes the levels closest to float16 numbers; 0.0 if none takes them close enough."""
-    kind, *numbers = polynomial(levels) or (0,)
-    if kind == 7:
-        return 1 / numbers[0]
+    poly = poly7_numbers(levels)
+    if poly is not None:
+        return 1 / poly[0]
     if len(levels) > 16:
         return 0.0
     table = np.abs(np.array([x for x in levels if x != 0]))
@@ -61,9 +61,9 @@ def curve(levels: Levels) -> tuple[float, ...]:
 def polynomial(levels: Levels) -> tuple[float, ...]:
     """With x = (2·code + 1)/n − 1, (2, a, b) if level = x·(a + b·x²) but for rounding; (7, a, b, c, d) for the table
     `poly7`, which has these numbers; else ()."""
-    bits = len(levels).bit_length() - 1
-    if bits in POLY7 and levels == table("poly7", bits):
-        return (7, *POLY7[bits])
+    poly = poly7_numbers(levels)
+    if poly is not None:
+        return (7, *poly)
     if not symmetric(levels):
         return ()
     half = np.array(levels[len(levels) // 2 :])
@@ -71,6 +71,13 @@ def polynomial(levels: Levels) -> tuple[float, ...]:
     found = np.linalg.lstsq(np.stack([x, x**3], 1) / x[:, None], half / x, rcond=None)[0]
     exact = np.abs(np.stack([x, x**3], 1) @ found - half) <= 1e-7 * half
     return (2, *(float(np.float32(c)) for c in found)) if exact.all() else ()
+
+
+@functools.cache
+def poly7_numbers(levels: Levels) -> tuple[float, float, float, float] | None:
+    """a, b, c, d if the levels are the table `poly7`."""
+    bits = len(levels).bit_length() - 1
+    return POLY7[bits] if bits in POLY7 and levels == table("poly7", bits) else None
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from ...pages import Pages
 from ...partial import Partial
 from ...scoring import Scoring
 from . import tables
-from .arithmetic import integers, polynomial
+from .arithmetic import integers, poly7_numbers, polynomial
 from .extend_decode import key_asm, value_asm, wide_asm
 from .extend_kernel import extend_kernel
 from .fast_levels import minifloat_step
@@ -114,8 +114,8 @@ def _value(codec: Codec) -> tuple[tuple[int, str], float, str] | None:
 
 def _wide(codec: Codec, scaled: bool) -> tuple[tuple[int, str], float] | None:
     """Bits and PTX, and the factor of the table `poly7`."""
-    kind, *numbers = polynomial(codec.levels) or (0,)
-    return ((codec.bits, wide_asm(codec.bits, tuple(numbers[1:]), scaled)), numbers[0]) if kind == 7 else None
+    poly = poly7_numbers(codec.levels)
+    return None if poly is None else ((codec.bits, wide_asm(codec.bits, poly[1:], scaled)), poly[0])
 
 
 def _order(codec: Codec) -> tables.Order:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...codebook import Levels as Table
 from ...codebook import float16
 from ...codec import Codec, Format
-from .arithmetic import integers, polynomial
+from .arithmetic import integers, poly7_numbers
 
 MINIFLOAT_TAIL = {3: 190, 4: 88}  # bits under a minifloat code, which lies at bits 9-11 or 8-11 of a float16 number
 
@@ -99,8 +99,8 @@ def _key_cubic(levels: Table) -> KeyLevels | None:
 
 def _poly7(levels: Table) -> tuple[float, tuple[int, ...]] | None:
     """Step and words of the table `poly7`."""
-    kind, *numbers = polynomial(levels) or (0,)
-    return (numbers[0], tuple(half2(x) for x in numbers[1:])) if kind == 7 else None
+    poly = poly7_numbers(levels)
+    return None if poly is None else (poly[0], tuple(half2(x) for x in poly[1:]))
 
 
 def _bend(levels: Table) -> tuple[float, float] | None:
