@@ -107,6 +107,39 @@ for starts, overflow in (([0, 7, 9], 0), ([0, 4, 9], 1)):  # five more tokens do
         assert torch.equal(a.data, got.data)
 """
 
+APPEND_TOKENS = """
+import dataclasses
+import torch
+torch.set_num_threads(1)
+from aurakv import ops
+from aurakv.codec import Format
+from aurakv.pages import Pages, allocate
+
+LENGTHS = [0, 15, 16, 47, 48, 32]  # the fifth has no room but in a ring, the last one lacks the page
+torch.manual_seed(9)
+for name, dim, heads, ring, offset in (("k4v4", 64, 2, False, False), ("k8v3", 128, 16, True, True),
+                                       ("k16v5", 32, 17, False, False), ("k4v2", (256, 64), 3, True, False)):
+    format = Format.parse(name, dim)
+    table = torch.randperm(18).view(6, 3).to(torch.int32)
+    table[5, 2] = -1
+    pages = Pages(format, 16, allocate(format, 16, 18, heads, torch.device("cpu")).fill_(0), table,
+                  torch.tensor(LENGTHS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), ring=ring,
+                  pinned=int(ring))
+    if offset:
+        pages = dataclasses.replace(pages, key_offset=torch.randn(heads, format.key.dim))
+    k, v = (torch.randn(6, heads, 2 * codec.dim)[:, :, ::2] for codec in (format.key, format.value))
+    found = []
+    for backend in ("reference", "triton"):
+        copy = dataclasses.replace(
+            pages, data=pages.data.clone(), lengths=pages.lengths.clone(), overflow=pages.overflow.clone()
+        )
+        ops.append(copy, k, v, backend=backend)
+        assert copy.lengths.tolist() == [n + (i != 5 and (ring or n < 48)) for i, n in enumerate(LENGTHS)], name
+        assert int(copy.overflow) == 1
+        found.append(copy.data)
+    assert (found[0] == found[1]).float().mean() > 0.999 and found[1].any(), name
+"""
+
 
 def interpret(script: str, *arguments: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -128,8 +161,9 @@ def test_interpreted_operations():
 
 
 @needs_triton
-def test_interpreted_append():
-    interpret(APPEND_CODES)
+@pytest.mark.parametrize("script", [APPEND_CODES, APPEND_TOKENS], ids=["codes", "tokens"])
+def test_interpreted_append(script):
+    interpret(script)
 
 
 def test_import_is_light():

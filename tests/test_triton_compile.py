@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from aurakv import checks
 from aurakv.codec import Format
 from aurakv.pages import Pages, allocate
 from aurakv.scoring import Scoring
@@ -248,6 +249,20 @@ def test_append(compile_for, capability):
     centred = dataclasses.replace(pages, key_offset=torch.empty(2, 128))
     store.append(centred, x, x, torch.arange(5, dtype=torch.int32), torch.empty(2, 128))
     list(compile_for.report(seen, capability, "k4v4 with offset and balance"))
+
+
+@pytest.mark.parametrize("name", ["k4v4", "k8v5"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_append_of_a_token(compile_for, tmp_path, capability, name):
+    """A program for each sequence, which meets no other one: it counts nothing in memory that they share."""
+    seen = compile_for(capability)
+    pages = pages_of(name, 128, 4, 1024, 64, kv_heads=8)
+    x = torch.empty(4, 8, 128, dtype=torch.bfloat16)
+    store.append(pages, x, x, checks.starts("starts", None, 4, 4, x.device))
+    compiled, _ = seen["append_kernel"]
+    assert resources(compiled.asm["cubin"], tmp_path)[1] <= 16, "it spills"
+    assert "atom.global.add" not in re.sub(r"\.(gpu|acq_rel|relaxed)", "", compiled.asm["ptx"])
+    list(compile_for.report(seen, capability, f"{name}, a token"))
 
 
 @pytest.mark.parametrize(("capability", "most"), [(80, 166_912), (90, 232_448)])

@@ -4,7 +4,8 @@ In: vectors [tokens, heads, dim] of any strides, float32/16/bfloat16; change: (b
 multiplied by and what is subtracted then, [heads, dim] float32 each or none.
 Out: rows of packed codes with one scale each (Codec), or raw vectors at 16 bits.
 Constexprs: K, V, WRITER (tables.Writer), SIDE (tables.Encoder); HEADS; ROWS vectors at a time, LONG see
-slots.place_rows; SEQS see slots.find_block; RING. The launcher guarantees: lengths, table and overflow as in Pages;
+slots.enter_sequence; SEQS see slots.find_block; RING; OWN: each sequence has one token, of at most ROWS heads, and a
+program of its own. The launcher guarantees: lengths, table and overflow as in Pages;
 `blocks` at least as many as slots.find_block has (LONG: of tokens, times HEADS).
 """
 
@@ -26,7 +27,7 @@ from .codes import (
     to_levels,
 )
 from .encode_warp import append_alone
-from .slots import advance_lengths, enter_sequence, no_sequence, place_rows
+from .slots import advance_lengths, enter_sequence, no_sequence, place_rows, place_token
 
 # These vary from call to call: no kernel of its own when one of them is 1 or a multiple of 16.
 VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "blocks"]
@@ -64,15 +65,18 @@ def add_product(y, x, b, SIDE: tl.constexpr):
 
 
 @triton.jit
-def rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE: tl.constexpr):
+def rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE: tl.constexpr, b_rows=None):
     """R of changed vectors at p_row [rows], over SIDE.post, as a plane-major tile [rows, columns] in float32.
 
-    b_matrix: load_matrix of all coordinates where these are one chunk."""
+    Where all coordinates are one chunk, b_matrix is load_matrix of them, and b_rows may be the vectors."""
     o_chunk = tl.arange(0, SIDE.chunk)
     COLUMNS: tl.constexpr = SIDE.columns
     y = tl.zeros([p_row.shape[0], COLUMNS], tl.float32)
     for c in range(0, SIDE.dim, SIDE.chunk):
-        x = tl.load(p_row[:, None] + (c + o_chunk)[None, :] * stride, mask=m_row[:, None], other=0)
+        if b_rows is not None and SIDE.chunk == SIDE.dim:
+            x = b_rows
+        else:
+            x = tl.load(p_row[:, None] + (c + o_chunk)[None, :] * stride, mask=m_row[:, None], other=0)
         x = changed(x, change, o_head, c + o_chunk, m_row[:, None])
         b_part = b_matrix
         if SIDE.chunk < SIDE.dim:
@@ -87,7 +91,7 @@ def rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE: tl.co
 
 @triton.jit
 def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_levels, p_bounds, cells, p_data,
-                p_scale, DTYPE: tl.constexpr, WRITER: tl.constexpr):  # fmt: skip
+                p_scale, DTYPE: tl.constexpr, WRITER: tl.constexpr, b_rows=None):  # fmt: skip
     """Encode vectors at p_row [rows] into bytes at p_data [rows] and scales at p_scale [rows] of type DTYPE."""
     SIDE: tl.constexpr = WRITER.how
     COLUMNS: tl.constexpr = SIDE.columns
@@ -106,7 +110,7 @@ def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_leve
         p = p_data.to(tl.pointer_type(DTYPE), bitcast=True)
         tl.store(p[:, None] + o_coordinate[None, :], cast(x, DTYPE), mask=m)
     else:
-        y = rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE)
+        y = rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE, b_rows)
         power = tl.sum(y * y, 1)
         unit = tl.full([p_row.shape[0]], 1.0, tl.float32)
         if tl.max((~((power > 1e-25) & (power < 1e25))).to(tl.int32), 0) > 0:
@@ -153,6 +157,15 @@ def whole_matrix(p_matrix, SIDE: tl.constexpr):
 
 
 @triton.jit
+def whole_rows(p_row, stride, m_row, SIDE: tl.constexpr):
+    """What `rotate` takes as b_rows."""
+    if SIDE.bits == 16 or SIDE.chunk < SIDE.dim:
+        return tl.full([], 0.0, tl.float32)
+    else:
+        return tl.load(p_row[:, None] + tl.arange(0, SIDE.chunk)[None, :] * stride, mask=m_row[:, None], other=0)
+
+
+@triton.jit
 def table_cells(p_bounds, WRITER: tl.constexpr):
     """What `encode_rows` takes as cells."""
     if len(WRITER.groups) > 0:
@@ -194,8 +207,8 @@ def encode_kernel(
     b_matrix = whole_matrix(matrix, SIDE)
     cells = table_cells(bounds, WRITER)
     encode_rows(
-        p_row, stride_dim, (None, offset), i_head * SIDE.dim, m_row, matrix, b_matrix, levels, bounds, cells, p_data,
-        p_scale, DTYPE, WRITER,
+        p_row, stride_dim, (None, offset), i_head * SIDE.dim, m_row, matrix, b_matrix, levels, bounds, cells,
+        p_data, p_scale, DTYPE, WRITER,
     )  # fmt: skip
 
 
@@ -212,10 +225,11 @@ def prefetch_rows(p_row, m_row, SIDE: tl.constexpr):
 
 
 @triton.jit
-def append_blocks(x, stride, change, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
-                  BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
-                  LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Keys or values x of every so many-th block into the pages; whether one was refused."""
+def append_blocks(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
+                  WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
+                  SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Keys or values of every so many-th block into the pages; whether one was refused."""
+    x, stride, change, matrix, levels, bounds, codes, scales = side
     SIDE: tl.constexpr = WRITER.how
     b_matrix = whole_matrix(matrix, SIDE)
     cells = table_cells(bounds, WRITER)
@@ -233,9 +247,7 @@ def append_blocks(x, stride, change, matrix, levels, bounds, data, page_bytes, c
             prefetch_rows(
                 p_row + ahead.to(tl.int64) * stride[0], m_row & (i_token + ahead < pool[4]) & (stride[2] == 1), SIDE
             )
-        p_piece = data + o_piece.to(tl.int64) * page_bytes
-        p_data = p_piece + codes + i_row.to(tl.int64) * BYTES
-        p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
+        p_data, p_scale = row_places(data, o_piece, i_row, page_bytes, codes, scales, BYTES, DTYPE)
         encode_rows(
             p_row, stride[2], change, i_head * SIDE.dim, m_row, matrix, b_matrix, levels, bounds, cells, p_data,
             p_scale, DTYPE, WRITER,
@@ -244,19 +256,70 @@ def append_blocks(x, stride, change, matrix, levels, bounds, data, page_bytes, c
 
 
 @triton.jit
-def append_side(x, stride, change, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks,
-                BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
-                LONG: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def row_places(data, o_piece, i_row, page_bytes, codes, scales, BYTES: tl.constexpr, DTYPE: tl.constexpr):
+    """Where codes and scales of rows of pieces go."""
+    p_piece = data + o_piece.to(tl.int64) * page_bytes
+    p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
+    return p_piece + codes + i_row.to(tl.int64) * BYTES, p_scale
+
+
+@triton.jit
+def append_side(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
+                WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
+                SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     if WRITER.alone:
+        x, stride, _, matrix, _, bounds, codes, scales = side
         return append_alone(
             x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE, WRITER, HEADS, RING,
             SEQS,
         )  # fmt: skip
     else:
-        return append_blocks(
-            x, stride, change, matrix, levels, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE,
-            WRITER, HEADS, LONG, RING, SEQS, ROWS,
-        )  # fmt: skip
+        return append_blocks(side, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, LONG, RING, SEQS, ROWS)
+
+
+@triton.jit
+def ask_for(side, WRITER: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """What is read to encode the vectors of this program's token, wherever they go."""
+    x, stride, _, matrix, _, bounds, _, _ = side
+    SIDE: tl.constexpr = WRITER.how
+    o_head = tl.arange(0, ROWS)
+    p_row = x + tl.program_id(0).to(tl.int64) * stride[0] + o_head * stride[1]
+    b_rows = whole_rows(p_row, stride[2], o_head < HEADS, SIDE)
+    return p_row, b_rows, whole_matrix(matrix, SIDE), table_cells(bounds, WRITER)
+
+
+@triton.jit
+def append_token(key, value, data, page_bytes, pool, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+                 K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr,
+                 RING: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """The one token of this program's sequence; no other program needs its length.
+
+    Everything is asked for before anything waits: memory is slow, and a page is known after two loads."""
+    i_seq = tl.program_id(0)
+    old = tl.load(pool[1] + i_seq)
+    p_key, b_keys, b_key_matrix, key_cells = ask_for(key, K, HEADS, ROWS)
+    p_value, b_values, b_value_matrix, value_cells = ask_for(value, V, HEADS, ROWS)
+    i_page, i_row, fits = place_token(pool, i_seq, old, RING)
+    i_head = tl.arange(0, ROWS)
+    m_row = (i_head < HEADS) & fits
+    o_piece, i_row = i_page * HEADS + i_head, i_row + 0 * i_head
+    _, stride, change, matrix, levels, bounds, codes, scales = key
+    p_data, p_scale = row_places(data, o_piece, i_row, page_bytes, codes, scales, K_BYTES, K_DTYPE)
+    encode_rows(
+        p_key, stride[2], change, i_head * K.how.dim, m_row, matrix, b_key_matrix, levels, bounds, key_cells,
+        p_data, p_scale, K_DTYPE, K, b_keys,
+    )  # fmt: skip
+    _, stride, change, matrix, levels, bounds, codes, scales = value
+    p_data, p_scale = row_places(data, o_piece, i_row, page_bytes, codes, scales, V_BYTES, V_DTYPE)
+    encode_rows(
+        p_value, stride[2], change, i_head * V.how.dim, m_row, matrix, b_value_matrix, levels, bounds,
+        value_cells, p_data, p_scale, V_DTYPE, V, b_values,
+    )  # fmt: skip
+    tl.debug_barrier()  # all warps have read the length
+    if fits:
+        tl.store(pool[1] + i_seq, old + 1)
+    else:
+        tl.atomic_or(pool[2], 1, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -302,6 +365,7 @@ def append_kernel(
     V_BYTES: tl.constexpr,
     K_DTYPE: tl.constexpr,
     V_DTYPE: tl.constexpr,
+    OWN: tl.constexpr,
     LONG: tl.constexpr,
     RING: tl.constexpr,
     SEQS: tl.constexpr,
@@ -309,19 +373,24 @@ def append_kernel(
     ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """k, v [tokens, heads, dim] behind their sequences: program (blocks, side)."""
+    """k, v [tokens, heads, dim] behind their sequences: program (blocks, side), or (sequence) if OWN."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
-    if tl.program_id(1) == 0:
-        refused = append_side(
-            k, (k_token, k_head, k_dim), (key_balance, key_offset), key_matrix, key_levels, key_bounds, data,
-            page_bytes, key_codes, key_scales, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, RING, SEQS, ROWS,
-        )  # fmt: skip
+    key = (k, (k_token, k_head, k_dim), (key_balance, key_offset), key_matrix, key_levels, key_bounds, key_codes,
+           key_scales)  # fmt: skip
+    value = (v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, value_codes,
+             value_scales)  # fmt: skip
+    if OWN:
+        append_token(key, value, data, page_bytes, pool, K_BYTES, V_BYTES, K_DTYPE, V_DTYPE, K, V, HEADS, RING, ROWS)
     else:
-        refused = append_side(
-            v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, data,
-            page_bytes, value_codes, value_scales, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, RING, SEQS, ROWS,
-        )  # fmt: skip
-    advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
+        if tl.program_id(1) == 0:
+            refused = append_side(
+                key, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, RING, SEQS, ROWS
+            )
+        else:
+            refused = append_side(
+                value, data, page_bytes, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, RING, SEQS, ROWS
+            )
+        advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
 
 
 @triton.jit

@@ -149,6 +149,19 @@ def place_rows(pool, i_block, known, o_row, HEADS: tl.constexpr, LONG: tl.conste
 
 
 @triton.jit
+def place_token(pool, i_seq, position, RING: tl.constexpr):
+    """Where one token of a sequence goes: its page, its row inside that, and whether there is such a page."""
+    table, _, _, _, _, _, pages, width, page_size, pinned = pool
+    fits = position >= 0
+    if not RING:
+        fits = fits & (position < width.to(tl.int64) * page_size)
+    position = tl.where(fits, position, 0)
+    entry = table_entry(position // page_size, width, pinned, RING)
+    i_page = tl.load(table + i_seq.to(tl.int64) * width + entry, mask=fits, other=-1)
+    return i_page, position % page_size, fits & (i_page >= 0) & (i_page < pages)
+
+
+@triton.jit
 def advance_lengths(pool, refused, programs, RING: tl.constexpr, SEQS: tl.constexpr, ENTRIES: tl.constexpr):
     """The program that ends last advances the lengths: no program may read them afterwards.
 

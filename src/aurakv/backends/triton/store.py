@@ -93,12 +93,14 @@ def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, balance: 
         if long
         else blocks(tokens, pages.seqs, pages.kv_heads, rows)
     )
+    sequences = _sequences(pages, starts, tokens)
+    own = sequences[0] == 0 and pages.kv_heads <= rows and n <= MANY_VECTORS
     k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
     v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
     most = programs * tables.multiprocessors(k.device) // 2
     return Launch(
         append_kernel,
-        (count if n <= MANY_VECTORS else min(count, most), 2),
+        (tokens,) if own else (count if n <= MANY_VECTORS else min(count, most), 2),
         None,
         *k.stride(),
         None,
@@ -121,9 +123,10 @@ def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, balance: 
         value.row_bytes,
         tables.DTYPES[key.dtype],
         tables.DTYPES[value.dtype],
+        own,
         long,
         pages.ring,
-        *_sequences(pages, starts, tokens),
+        *sequences,
         rows,
         num_warps=warps,
         **({"num_stages": 1, "maxnreg": REGISTERS} if alone else _resources(rows == MANY_ROWS, k_how, v_how)),
