@@ -5,7 +5,7 @@ float16 levels times the row's scale, in pairs of coordinates: (0, 1), (2, 3) â€
 (2, 6), (3, 7) of every eight in ORDER "fourth".
 
 Wider codes come in as many words as they have bits. Keys become float16 levels, values such times the row's scale, in
-ORDER "halves" (5 and 6 bits) or "bytes" (8) of `tables.coordinates`.
+ORDER "halves" (5 and 6 bits) or "bytes" (8) of `tables.coordinates`. See also `over_banks`.
 """
 
 # mypy: ignore-errors
@@ -278,6 +278,15 @@ def stack8(a, b, c, d, e, f, g, h):
 
 
 @gluon.jit
+def over_banks(x, LANES: gl.constexpr):
+    """Words [keys, 16 Â· lanes] of float16 numbers as they are stored: of rows of 256 bytes first the first halves of
+    all lanes, then the second ones, so that no two of eight threads that store together meet in a bank."""
+    if LANES == 4:
+        x = gl.permute(x.reshape([x.shape[0], 4, 2, 8]), (0, 2, 1, 3)).reshape(x.shape)
+    return x
+
+
+@gluon.jit
 def tile_start(i, tiles, KEYS: gl.constexpr):
     """The first key of the tile that comes i-th; past the end the last one comes again.
 
@@ -316,28 +325,35 @@ def find_piece(place, page, t, page_bytes, CODES: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
-    """What is read of the i-th tile, which lies in `page`: codes of keys, their scales, codes of values, value scales
-    by row of the decoder and by lane of every warp; and the next tile's page."""
+def load_keys(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
+    """What is read of the keys of the i-th tile, which lies in `page`: codes and scales; and the next tile's page."""
     KEYS: gl.constexpr = CODES[2]
     LANES: gl.constexpr = CODES[3]
-    KEY_BITS: gl.constexpr = CODES[4]
-    VALUE_BITS: gl.constexpr = CODES[5]
-    page_bytes, key_codes, key_scales, value_codes, value_scales = at
-    t = tile_start(i, tiles, KEYS)
-    piece, row = find_piece(place, page, t, page_bytes, CODES)
+    BITS: gl.constexpr = CODES[4]
+    page_bytes, key_codes, key_scales, _, _ = at
+    piece, row = find_piece(place, page, tile_start(i, tiles, KEYS), page_bytes, CODES)
     next_page = find_page(place, tile_start(i + 1, tiles, KEYS), CODES)
-    key_at = gl.multiple_of((piece + key_codes) // 4 + row * (LANES * KEY_BITS), 4)
-    value_at = gl.multiple_of((piece + value_codes) // 4 + row * (LANES * VALUE_BITS), 4)
-    p_key_scale = halves + ((piece + key_scales) // 2 + row)
-    p_value_scale = halves + ((piece + value_scales) // 2 + row)
+    codes_at = gl.multiple_of((piece + key_codes) // 4 + row * (LANES * BITS), 4)
+    p_scale = halves + ((piece + key_scales) // 2 + row)
     o_key = gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return load_codes(words, codes_at, KEYS, LANES, BITS), gl.load(p_scale + o_key), next_page
+
+
+@gluon.jit
+def load_values(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
+    """Like `load_keys`: codes, scales by row of the decoder and by lane of every warp, the next tile's page."""
+    KEYS: gl.constexpr = CODES[2]
+    LANES: gl.constexpr = CODES[3]
+    BITS: gl.constexpr = CODES[5]
+    page_bytes, _, _, value_codes, value_scales = at
+    piece, row = find_piece(place, page, tile_start(i, tiles, KEYS), page_bytes, CODES)
+    next_page = find_page(place, tile_start(i + 1, tiles, KEYS), CODES)
+    codes_at = gl.multiple_of((piece + value_codes) // 4 + row * (LANES * BITS), 4)
+    p_scale = halves + ((piece + value_scales) // 2 + row)
     o_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, codes_layout(KEYS, LANES, 1)))
     o_lane = gl.arange(0, KEYS, layout=gl.BlockedLayout([KEYS // 32], [32], [4], [0]))
-    k = load_codes(words, key_at, KEYS, LANES, KEY_BITS)
-    v = load_codes(words, value_at, KEYS, LANES, VALUE_BITS)
-    row_scale, lane_scale = gl.load(p_value_scale + o_row), gl.load(p_value_scale + o_lane)
-    return k, gl.load(p_key_scale + o_key), v, row_scale, lane_scale, next_page
+    codes = load_codes(words, codes_at, KEYS, LANES, BITS)
+    return codes, gl.load(p_scale + o_row), gl.load(p_scale + o_lane), next_page
 
 
 @gluon.jit
@@ -348,7 +364,7 @@ def store_keys(codes, scale, s_keys, s_scales, KEY: gl.constexpr, CODES: gl.cons
     BITS: gl.constexpr = KEY[0]
     ASM: gl.constexpr = KEY[1]
     if BITS > 4:
-        s_keys.store(wide_tile(codes, (), ASM, KEYS, LANES, BITS))
+        s_keys.store(over_banks(wide_tile(codes, (), ASM, KEYS, LANES, BITS), LANES))
     else:
         s_keys.store(key_tile(to_nibbles(codes, KEYS, LANES, BITS), ASM))
     scale = scale.to(gl.float32)
@@ -372,6 +388,7 @@ def store_values(codes, scale, known, unit, step, s_values, VALUE: gl.constexpr,
     twice = twice | twice << 16
     twice = gl.expand_dims(twice, 1) + gl.zeros([KEYS, LANES], gl.int32, codes_layout(KEYS, LANES, 1))
     if BITS > 4:
-        s_values.store(wide_tile(codes, (twice,), ASM, KEYS, LANES, BITS))
+        tile = wide_tile(codes, (twice,), ASM, KEYS, LANES, BITS)
     else:
-        s_values.store(value_tile(to_nibbles(codes, KEYS, LANES, BITS), twice, ASM))
+        tile = value_tile(to_nibbles(codes, KEYS, LANES, BITS), twice, ASM)
+    s_values.store(over_banks(tile, LANES))

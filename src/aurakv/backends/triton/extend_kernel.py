@@ -1,9 +1,9 @@
 """Attention of many queries a sequence over paged codes, on Hopper's warp-group products (Gluon).
 
 Rows of a program are ROWS (token, head of the group) pairs of one sequence and KV head. Program (block, kv head, split)
-walks over its share of the tiles of KEYS keys. One warp group decodes: codes of keys become int8 levels in shared
-memory (wide ones, of more than 4 bits, float16), codes of values float16 numbers, each in two slots. Two warp groups
-with half of the rows each attend: the products of tile i + 1 with the queries and of the weights of tile i with the
+walks over its share of the tiles of KEYS keys. Two warp groups decode: codes of keys become int8 levels in shared
+memory (wide ones, of more than 4 bits, float16), codes of values float16 numbers, in SLOTS slots each. Two more, with
+half of the rows each, attend: the products of tile i + 1 with the queries and of the weights of tile i with the
 values run beside the making of weights.
 Queries are integers of 16 bits in two int8 parts, or two float16 parts: scores are exact up to that.
 
@@ -30,13 +30,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import masks
-from .extend_decode import LEAST_EXPONENT, find_page, find_piece, load_tile, store_keys, store_values, tile_start
+from .extend_decode import (
+    LEAST_EXPONENT,
+    find_page,
+    find_piece,
+    load_keys,
+    load_values,
+    store_keys,
+    store_values,
+    tile_start,
+)
 from .gluon_names import meet, reinterpret
 
 HEADROOM = gl.constexpr(14.0)  # log2 of the largest weight in float16
-SCALE_SLOTS = gl.constexpr(4)  # weights of a tile are made when the keys two tiles on are decoded
-ATTEND_REGISTERS = gl.constexpr((208, 192))  # wide keys need no second sum of scores
-DECODE_REGISTERS = gl.constexpr((88, 120))
+SLOTS = gl.constexpr(4)  # decoded tiles, a power of two: so far the groups' times may differ
+SCALE_SLOTS = gl.constexpr(8)  # scales are read after the slot of their keys is free again
+ATTEND_REGISTERS = gl.constexpr((192, 168))  # wide keys need no second sum of scores
+KEY_REGISTERS = gl.constexpr((56, 88))
+VALUE_REGISTERS = gl.constexpr((72, 88))
 VARYING = [
     "tokens", "seqs", "pages", "width", "pinned", "capacity", "window", "sinks", "first", "recent", "splits", "least",
 ]  # fmt: skip
@@ -50,6 +61,33 @@ visible = gluon.jit(masks.visible.fn)
 @gluon.jit
 def add(a, b):
     return a + b
+
+
+@gluon.jit
+def keys_there(bars, i):
+    """The barrier of the i-th tile."""
+    return bars.index(i & (SLOTS - 1))
+
+
+@gluon.jit
+def keys_read(bars, i):
+    return bars.index(SLOTS + (i & (SLOTS - 1)))
+
+
+@gluon.jit
+def values_there(bars, i):
+    return bars.index(2 * SLOTS + (i & (SLOTS - 1)))
+
+
+@gluon.jit
+def values_read(bars, i):
+    return bars.index(3 * SLOTS + (i & (SLOTS - 1)))
+
+
+@gluon.jit
+def phase(i):
+    """Of the barriers of the i-th tile that say it is there; those that its slot is free are in the other one."""
+    return ((i & SLOTS) > 0).to(gl.int32)
 
 
 @gluon.jit
@@ -71,23 +109,38 @@ def find_rows(starts, tokens, seqs, i_block, G: gl.constexpr, ROWS: gl.constexpr
 
 
 @gluon.jit
-def decode_tiles(words, halves, place, at, tiles, length, step, shared, KEY: gl.constexpr, VALUE: gl.constexpr,
-                 CODES: gl.constexpr):  # fmt: skip
-    """The warp group that decodes."""
-    s_keys, s_values, s_scales, s_notes, bars = shared
+def decode_keys(words, halves, place, at, tiles, shared, KEY: gl.constexpr, CODES: gl.constexpr):
+    """The warp group that decodes keys."""
+    s_keys, _, s_scales, _, bars = shared
+    KEYS: gl.constexpr = CODES[2]
+    count = tiles[2]
+    if count > 0:
+        page = find_page(place, tile_start(0, tiles, KEYS), CODES)
+        loaded = load_keys(words, halves, place, at, tiles, 0, page, CODES)
+        for i in range(0, count):
+            codes, scale, page = loaded
+            loaded = load_keys(words, halves, place, at, tiles, i + 1, page, CODES)
+            mbarrier.wait(keys_read(bars, i), phase(i) ^ 1)
+            s_tile, s_scale = s_keys.index(i & (SLOTS - 1)), s_scales.index(i & (SCALE_SLOTS - 1))
+            store_keys(codes, scale, s_tile, s_scale, KEY, CODES)
+            fence_async_shared()
+            meet()
+            mbarrier.arrive(keys_there(bars, i))
+
+
+@gluon.jit
+def decode_values(words, halves, place, at, tiles, length, step, shared, VALUE: gl.constexpr, CODES: gl.constexpr):
+    """The warp group that decodes values."""
+    _, s_values, _, s_notes, bars = shared
     KEYS: gl.constexpr = CODES[2]
     unit = length * 0 + LEAST_EXPONENT
     count = tiles[2]
     if count > 0:
         page = find_page(place, tile_start(0, tiles, KEYS), CODES)
-        loaded = load_tile(words, halves, place, at, tiles, 0, page, CODES)
+        loaded = load_values(words, halves, place, at, tiles, 0, page, CODES)
         for i in range(0, count):
-            slot = i & 1
-            phase = ((i >> 1) & 1) ^ 1
-            key, key_scale, value, row_scale, lane_scale, page = loaded
-            loaded = load_tile(words, halves, place, at, tiles, i + 1, page, CODES)
-            mbarrier.wait(bars.index(2 + slot), phase)
-            store_keys(key, key_scale, s_keys.index(slot), s_scales.index(i & 3), KEY, CODES)
+            codes, row_scale, lane_scale, page = loaded
+            loaded = load_values(words, halves, place, at, tiles, i + 1, page, CODES)
             o_lane = gl.arange(0, KEYS, layout=lane_scale.type.layout)
             known = length - tile_start(i, tiles, KEYS)
             size = gl.where(o_lane < known, gl.abs(lane_scale.to(gl.float32)), 0.0)
@@ -95,15 +148,12 @@ def decode_tiles(words, halves, place, at, tiles, length, step, shared, KEY: gl.
             unit = gl.maximum(unit, gl.max(gl.where(good, size, 0.0).to(gl.int32, bitcast=True), 0) >> 23)
             bad = gl.max((~good).to(gl.int32), 0)
             note = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + (unit + (bad << 16))
-            s_notes.index(i & 3).store(note)
+            mbarrier.wait(values_read(bars, i), phase(i) ^ 1)
+            s_notes.index(i & (SLOTS - 1)).store(note)
+            store_values(codes, row_scale, known, unit, step, s_values.index(i & (SLOTS - 1)), VALUE, CODES)
             fence_async_shared()
             meet()
-            mbarrier.arrive(bars.index(slot))
-            mbarrier.wait(bars.index(6 + slot), phase)
-            store_values(value, row_scale, known, unit, step, s_values.index(slot), VALUE, CODES)
-            fence_async_shared()
-            meet()
-            mbarrier.arrive(bars.index(4 + slot))
+            mbarrier.arrive(values_there(bars, i))
 
 
 @gluon.jit
@@ -138,7 +188,7 @@ def weigh(i, raw, s_scales, factor, top, total, tiles, rule,
     s = raw[0]
     if len(raw) == 2:
         s = (raw[0] * 256 + raw[1]).to(gl.float32)
-    s = s * s_scales.index(i & 3).load(COLUMN)[None, :]
+    s = s * s_scales.index(i & (SCALE_SLOTS - 1)).load(COLUMN)[None, :]
     if MASKED:
         seen, _ = seen_keys(i, tiles, rule, COLUMN, KEYS, MASK)
         s = gl.where(seen, s, float("-inf"))
@@ -152,7 +202,7 @@ def weigh(i, raw, s_scales, factor, top, total, tiles, rule,
 @gluon.jit
 def read_note(s_notes, i):
     """The unit of the values of the i-th tile, and whether one of them is not finite."""
-    note = gl.max(s_notes.index(i & 3).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    note = gl.max(s_notes.index(i & (SLOTS - 1)).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     return note & 0xFFFF, note >> 16
 
 
@@ -176,29 +226,27 @@ def find_damage(i, damaged, bad, halves, place, at, tiles, rule,
 @gluon.jit
 def add_tile(i, state, factor, queries, shared, halves, place, at, tiles, rule,
              CODES: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
-    """Add the values of the i-th tile, whose weights are known, and find the weights of the next one."""
+    """Add the values of the i-th tile, which are there and whose weights are known; find the weights of the next one,
+    and wait for its values."""
     KEYS: gl.constexpr = CODES[2]
     weights, acc, top, total, damaged, unit, scores = state
     b_keys, b_values, s_scales, s_notes, bars = shared
-    this = i & 1
-    other = this ^ 1
-    next_phase = ((i + 1) >> 1) & 1
     SUMS: gl.constexpr = acc.type.layout
     COLUMN: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    mbarrier.wait(bars.index(other), next_phase)
-    raw = score(queries, b_keys.index(other).permute((1, 0)), scores)
-    mbarrier.wait(bars.index(4 + this), (i >> 1) & 1)
-    acc = warpgroup_mma(weights, b_values.index(this), acc, is_async=True)
+    mbarrier.wait(keys_there(bars, i + 1), phase(i + 1))
+    raw = score(queries, b_keys.index((i + 1) & (SLOTS - 1)).permute((1, 0)), scores)
+    acc = warpgroup_mma(weights, b_values.index(i & (SLOTS - 1)), acc, is_async=True)
 
     raw = made_scores(1, raw)
-    mbarrier.arrive(bars.index(2 + other))
+    mbarrier.arrive(keys_read(bars, i + 1))
     p, decay, top, total = weigh(i + 1, raw, s_scales, factor, top, total, tiles, rule, KEYS, MASK, MASKED)
     weights = gl.convert_layout(p, weights.type.layout, assert_trivial=True)
     shrink = gl.convert_layout(decay, gl.SliceLayout(1, SUMS))
+    mbarrier.wait(values_there(bars, i + 1), phase(i + 1))
     new_unit, bad = read_note(s_notes, i + 1)
     shrink = shrink * ((127 + unit - new_unit) << 23).to(gl.float32, bitcast=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(bars.index(6 + this))
+    mbarrier.arrive(values_read(bars, i))
     acc = acc * shrink[:, None]
     damaged = find_damage(i + 1, damaged, bad, halves, place, at, tiles, rule, COLUMN, CODES, MASK, MASKED)
     return weights, acc, top, total, damaged, new_unit, raw[0]
@@ -249,13 +297,14 @@ def attend_rows(parts, factors, means, sums, halves, place, at, tiles, rule, blo
         bias = gl.load(factors + o_out * 2 + 1, mask=m_row, other=0.0)
         scores = gl.zeros([ROWS, KEYS], gl.float32 if WIDE else gl.int32, SCORES)
         b_queries = (s_high, s_low)
-        mbarrier.wait(bars.index(0), 0)
+        mbarrier.wait(keys_there(bars, 0), 0)
         raw = made_scores(0, score(b_queries, b_keys.index(0).permute((1, 0)), scores))
-        mbarrier.arrive(bars.index(2))
+        mbarrier.arrive(keys_read(bars, 0))
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([ROWS], gl.float32, ROW)
         p, _, top, total = weigh(0, raw, s_scales, factor, top, total, tiles, rule, KEYS, MASK, True)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+        mbarrier.wait(values_there(bars, 0), 0)
         unit, bad = read_note(s_notes, 0)
         damaged = gl.zeros([ROWS], gl.int32, ROW)
         damaged = find_damage(0, damaged, bad, halves, place, at, tiles, rule, COLUMN, CODES, MASK, True)
@@ -268,8 +317,7 @@ def attend_rows(parts, factors, means, sums, halves, place, at, tiles, rule, blo
             state = add_tile(i, state, factor, b_queries, shared, halves, place, at, tiles, rule, CODES, MASK, True)
         weights, acc, top, total, damaged, unit, scores = state
         last = count - 1
-        mbarrier.wait(bars.index(4 + (last & 1)), (last >> 1) & 1)
-        acc = warpgroup_mma(weights, b_values.index(last & 1), acc)
+        acc = warpgroup_mma(weights, b_values.index(last & (SLOTS - 1)), acc)
 
         weight = gl.where(total == 0, 1.0, total)
         scale = gl.convert_layout(1.0 / weight, SUM_ROW) * ((unit + 1) << 23).to(gl.float32, bitcast=True)
@@ -291,6 +339,8 @@ def in_planes(mean, ORDER: gl.constexpr):
     """Columns in the order of the values' coordinates by planes of every eight."""
     ROWS: gl.constexpr = mean.shape[0]
     DIM: gl.constexpr = mean.shape[1]
+    if DIM == 128:  # see extend_decode.over_banks
+        mean = gl.permute(mean.reshape([ROWS, 2, 4, 16]), (0, 2, 1, 3)).reshape([ROWS, DIM])
     if ORDER == "halves":  # 32 · a + 8 · b + c + 16 · d
         mean = gl.permute(mean.reshape([ROWS, DIM // 32, 2, 8, 2]), (0, 3, 1, 4, 2))
     elif ORDER == "bytes":  # 8 · a + 4 · b + c + 2 · d
@@ -379,16 +429,18 @@ def extend_kernel(
     WORDS: gl.constexpr = DIM // 2 if WIDE else DIM // 4  # of a key
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(PART, [4, HALF_ROWS, DIM], PARTS)
-    s_keys = gl.allocate_shared_memory(gl.int32, [2, KEYS, WORDS], gl.NVMMASharedLayout(ROW, 32, rank=2))
-    s_values = gl.allocate_shared_memory(gl.int32, [2, KEYS, DIM // 2], gl.NVMMASharedLayout(128, 32, rank=2))
+    s_keys = gl.allocate_shared_memory(gl.int32, [SLOTS, KEYS, WORDS], gl.NVMMASharedLayout(ROW, 32, rank=2))
+    s_values = gl.allocate_shared_memory(gl.int32, [SLOTS, KEYS, DIM // 2], gl.NVMMASharedLayout(128, 32, rank=2))
     s_scales = gl.allocate_shared_memory(gl.float32, [SCALE_SLOTS, KEYS], FLAT)
-    s_notes = gl.allocate_shared_memory(gl.int32, [SCALE_SLOTS, 32], FLAT)
-    b_keys = reinterpret(s_keys, PART, [2, KEYS, DIM], PARTS)
-    b_values = reinterpret(s_values, gl.float16, [2, KEYS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
-    # two each: keys are there, keys were read, values are there, values were read
-    bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(8):
-        mbarrier.init(bars.index(i), 1 if i // 2 % 2 == 0 else 2)
+    s_notes = gl.allocate_shared_memory(gl.int32, [SLOTS, 32], FLAT)
+    b_keys = reinterpret(s_keys, PART, [SLOTS, KEYS, DIM], PARTS)
+    b_values = reinterpret(s_values, gl.float16, [SLOTS, KEYS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    bars = gl.allocate_shared_memory(gl.int64, [4 * SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(keys_there(bars, i), 1)
+        mbarrier.init(keys_read(bars, i), 2)
+        mbarrier.init(values_there(bars, i), 1)
+        mbarrier.init(values_read(bars, i), 2)
     fence_async_shared()
     meet()
 
@@ -405,8 +457,9 @@ def extend_kernel(
                            0, G, DIM, ORDER, HALF_ROWS, CODES, MASK)),
             (attend_rows, (parts, factors, means, sums, halves, place, at, tiles, rule, block, queries, read,
                            1, G, DIM, ORDER, HALF_ROWS, CODES, MASK)),
-            (decode_tiles, (words, halves, place, at, tiles, length, step, made, KEY, VALUE, CODES)),
+            (decode_keys, (words, halves, place, at, tiles, made, KEY, CODES)),
+            (decode_values, (words, halves, place, at, tiles, length, step, made, VALUE, CODES)),
         ],
-        [4, 4],
-        [ATTEND_REGISTERS[WIDE], DECODE_REGISTERS[WIDE]],
+        [4, 4, 4],
+        [ATTEND_REGISTERS[WIDE], KEY_REGISTERS[WIDE], VALUE_REGISTERS[WIDE]],
     )  # fmt: skip

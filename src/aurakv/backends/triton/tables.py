@@ -215,10 +215,12 @@ Order = Literal["planes", "natural", "halves", "bytes"]
 
 def coordinates(width: int, order: Order) -> Tensor:
     """The coordinate of each column of a tile: by planes of codes (see codes.py); the same number; of every 32 one of
-    the lower half and one of the upper in turn; of every four 0 2 1 3."""
+    the lower half and one of the upper in turn; of every four 0 2 1 3; both as extend_decode.over_banks has them."""
     column = torch.arange(width)
     if order == "natural":
         return column
+    if order != "planes" and width == 128:
+        column = column.view(4, 2, 16).transpose(0, 1).flatten()
     if order == "halves":
         return column // 32 * 32 + column % 2 * 16 + column // 2 % 16
     if order == "bytes":
