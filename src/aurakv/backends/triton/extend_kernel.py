@@ -45,9 +45,6 @@ from .gluon_names import meet, reinterpret
 HEADROOM = gl.constexpr(14.0)  # log2 of the largest weight in float16
 SLOTS = gl.constexpr(4)  # decoded tiles, a power of two: so far the groups' times may differ
 SCALE_SLOTS = gl.constexpr(8)  # scales are read after the slot of their keys is free again
-ATTEND_REGISTERS = gl.constexpr((192, 168))  # wide keys need no second sum of scores
-KEY_REGISTERS = gl.constexpr((56, 88))
-VALUE_REGISTERS = gl.constexpr((72, 88))
 VARYING = [
     "tokens", "seqs", "pages", "width", "pinned", "capacity", "window", "sinks", "first", "recent", "splits", "least",
 ]  # fmt: skip
@@ -56,6 +53,15 @@ key_spans = gluon.jit(masks.key_spans.fn)
 tiles_of = gluon.jit(masks.tiles_of.fn)
 whole_tiles = gluon.jit(masks.whole_tiles.fn)
 visible = gluon.jit(masks.visible.fn)
+
+
+@gluon.constexpr_function
+def registers(key_bits, value_bits):
+    """Of the threads that attend, decode keys, decode values; the first twice, 512 together. Wide keys need no second
+    sum of scores, wide codes more to decode them."""
+    if key_bits > 4:
+        return [176, 80, 80] if value_bits > 4 else [184, 72, 72]
+    return [184, 56, 88] if value_bits > 4 else [192, 56, 72]
 
 
 @gluon.jit
@@ -87,7 +93,7 @@ def values_read(bars, i):
 @gluon.jit
 def phase(i):
     """Of the barriers of the i-th tile that say it is there; those that its slot is free are in the other one."""
-    return ((i & SLOTS) > 0).to(gl.int32)
+    return (i & SLOTS) // SLOTS
 
 
 @gluon.jit
@@ -461,5 +467,5 @@ def extend_kernel(
             (decode_values, (words, halves, place, at, tiles, length, step, made, VALUE, CODES)),
         ],
         [4, 4, 4],
-        [ATTEND_REGISTERS[WIDE], KEY_REGISTERS[WIDE], VALUE_REGISTERS[WIDE]],
+        registers(KEY[0], VALUE[0]),
     )  # fmt: skip
