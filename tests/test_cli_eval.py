@@ -15,7 +15,7 @@ from test_cli import answer, call, refused, small  # noqa: E402, F401
 from aurakv.cli import eval as command  # noqa: E402
 from aurakv.cli import eval_plot  # noqa: E402
 from aurakv.evaluation import builtin, compare, ids_of, rivals  # noqa: E402
-from aurakv.evaluation.results import Results  # noqa: E402
+from aurakv.evaluation.results import Results, policy_key  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
 from aurakv.policy import LayerPolicy, Policy  # noqa: E402
 
@@ -207,15 +207,17 @@ def test_rows_of_earlier_versions_count(answer, small, tmp_path, measured, monke
     assert measured == ["pol", str(path)]
 
 
-def test_committed_results_are_used():
-    """What `make eval-quality` asks for is in the committed files, whatever the weights are called."""
+@pytest.mark.parametrize("policy", ["smollm2-135m", "smollm2-135m-k3v3", "gemma-3-270m", "gemma-3-270m-k3v3"])
+def test_committed_results_are_used(policy):
+    """What `make eval-quality` asks for is in the committed files, and of the policies that come with the package."""
     folder = Path(__file__).parents[1] / "benchmarks" / "baselines"
-    for model, policy in (("smollm2", "smollm2-135m"), ("gemma3", "gemma-3-270m")):
-        results = Results(folder / f"quality-{model}.json")
-        work = command.Work(None, None, None, results, {policy: None, "plain:k4v4": None}, {"weights": "x"},
-                            {policy: {"policy": "y"}})  # fmt: skip
-        shared = {name: results.entries[0]["key"][name] for name in ("kind", "model", "dtype", "text", "ids", "tokens",
-                                                                     "every")}  # fmt: skip
-        for key in work._keys(shared, "uncompressed").values():
-            assert work._find(key)["tokens"] == 4096
-        assert work._find({**work._keys(shared, "uncompressed")[policy], "format": "my.json"}) is None
+    results = Results(folder / f"quality-{'smollm2' if policy.startswith('smollm2') else 'gemma3'}.json")
+    mark = {"weights": next(e["key"]["weights"] for e in results.entries if e["key"]["format"] == policy)}
+    work = command.Work(None, None, None, results, {policy: None, "plain:k4v4": None}, mark,
+                        {policy: {"policy": policy_key(Policy.load(policy))}})  # fmt: skip
+    fields = ("kind", "model", "dtype", "text", "ids", "tokens", "every")
+    shared = {name: results.entries[0]["key"][name] for name in fields}
+    for key in work._keys(shared, "uncompressed").values():
+        assert work._find(key)["tokens"] == 4096
+    assert work._find({**work._keys(shared, "uncompressed")[policy], "policy": "another"}) is None
+    assert work._find({**work._keys(shared, "uncompressed")[policy], "format": "my.json"}) is None
