@@ -5,9 +5,9 @@ PYTHONPATH=src compute-sanitizer --tool racecheck python tests/gpu_small.py
 PYTHONPATH=src compute-sanitizer --tool racecheck python tests/gpu_small.py --control
 
 racecheck finds nothing but hazards between the words through which Triton hands a warp group its task and arguments, in
-`extend_kernel`. They lie on both sides of a barrier of all warps; racecheck counts how many barriers a warp has passed,
-and the first warps have passed some of their own. The control shows that without anything of ours, in kernels that do
-nothing but hand a number over: reported are those two in which the first warps meet more often than the others.
+`extend_kernel`. They lie on both sides of a barrier of all warps; racecheck seems to count how many barriers a warp has
+passed, and the first warps have passed some of their own. The control shows that without anything of ours, in kernels
+that do nothing but hand a number over: reported are the two in which the first warps meet more often than the others.
 """
 
 from __future__ import annotations

@@ -209,7 +209,8 @@ def test_rows_of_earlier_versions_count(answer, small, tmp_path, measured, monke
 
 @pytest.mark.parametrize("policy", ["smollm2-135m", "smollm2-135m-k3v3", "gemma-3-270m", "gemma-3-270m-k3v3"])
 def test_committed_results_are_used(policy):
-    """What `make eval-quality` asks for is in the committed files, and of the policies that come with the package."""
+    """What `make eval-quality` asks for is in the committed files: rows of the policies that come with the package, and
+    rows without marks whatever the weights are called."""
     folder = Path(__file__).parents[1] / "benchmarks" / "baselines"
     results = Results(folder / f"quality-{'smollm2' if policy.startswith('smollm2') else 'gemma3'}.json")
     mark = {"weights": next(e["key"]["weights"] for e in results.entries if e["key"]["format"] == policy)}
@@ -217,7 +218,8 @@ def test_committed_results_are_used(policy):
                         {policy: {"policy": policy_key(Policy.load(policy))}})  # fmt: skip
     fields = ("kind", "model", "dtype", "text", "ids", "tokens", "every")
     shared = {name: results.entries[0]["key"][name] for name in fields}
-    for key in work._keys(shared, "uncompressed").values():
+    for name, key in work._keys(shared, "uncompressed").items():
         assert work._find(key)["tokens"] == 4096
+        assert (work._find({**key, "weights": "x"}) is None) == (name == policy)
     assert work._find({**work._keys(shared, "uncompressed")[policy], "policy": "another"}) is None
     assert work._find({**work._keys(shared, "uncompressed")[policy], "format": "my.json"}) is None

@@ -312,7 +312,7 @@ def prefetch_line(p):
 def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks,
                  BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
                  RING: tl.constexpr, SEQS: tl.constexpr):  # fmt: skip
-    """encode_kernels.append_blocks for blocks of 16 tokens of one head, rows of which are aligned to 16 bytes."""
+    """append_kernels.append_blocks for blocks of 16 tokens of one head, rows of which are aligned to 16 bytes."""
     SIDE: tl.constexpr = WRITER.how
     ROW: tl.constexpr = 2 * SIDE.dim
     QUARTER: tl.constexpr = BYTES // 4

@@ -30,21 +30,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import masks
-from .extend_decode import (
-    LEAST_EXPONENT,
+from .extend_tiles import (
+    SCALE_SLOTS,
+    SLOTS,
+    decode_keys,
+    decode_values,
     find_page,
     find_piece,
-    load_keys,
-    load_values,
-    store_keys,
-    store_values,
+    keys_read,
+    keys_there,
+    phase,
     tile_start,
+    values_read,
+    values_there,
 )
 from .gluon_names import meet, reinterpret
 
 HEADROOM = gl.constexpr(14.0)  # log2 of the largest weight in float16
-SLOTS = gl.constexpr(4)  # decoded tiles, a power of two: so far the groups' times may differ
-SCALE_SLOTS = gl.constexpr(8)  # scales are read after the slot of their keys is free again
 VARYING = [
     "tokens", "seqs", "pages", "width", "pinned", "capacity", "window", "sinks", "first", "recent", "splits", "least",
 ]  # fmt: skip
@@ -70,33 +72,6 @@ def add(a, b):
 
 
 @gluon.jit
-def keys_there(bars, i):
-    """The barrier of the i-th tile."""
-    return bars.index(i & (SLOTS - 1))
-
-
-@gluon.jit
-def keys_read(bars, i):
-    return bars.index(SLOTS + (i & (SLOTS - 1)))
-
-
-@gluon.jit
-def values_there(bars, i):
-    return bars.index(2 * SLOTS + (i & (SLOTS - 1)))
-
-
-@gluon.jit
-def values_read(bars, i):
-    return bars.index(3 * SLOTS + (i & (SLOTS - 1)))
-
-
-@gluon.jit
-def phase(i):
-    """Of the barriers of the i-th tile that say it is there; those that its slot is free are in the other one."""
-    return (i & SLOTS) // SLOTS
-
-
-@gluon.jit
 def find_rows(starts, tokens, seqs, i_block, G: gl.constexpr, ROWS: gl.constexpr, SEQS: gl.constexpr):
     """slots.find_block: the sequence of a block of rows, its first row inside that, the sequence's tokens."""
     o_seq = gl.arange(0, SEQS, layout=gl.BlockedLayout([max(1, SEQS // 32)], [32], [4], [0]))
@@ -112,54 +87,6 @@ def find_rows(starts, tokens, seqs, i_block, G: gl.constexpr, ROWS: gl.constexpr
     i_from = gl.sum(gl.where(mine, b_from, 0), 0)
     i_to = gl.sum(gl.where(mine, b_to, 0), 0)
     return gl.minimum(i_seq, seqs - 1), i_first, i_from, i_to
-
-
-@gluon.jit
-def decode_keys(words, halves, place, at, tiles, shared, KEY: gl.constexpr, CODES: gl.constexpr):
-    """The warp group that decodes keys."""
-    s_keys, _, s_scales, _, bars = shared
-    KEYS: gl.constexpr = CODES[2]
-    count = tiles[2]
-    if count > 0:
-        page = find_page(place, tile_start(0, tiles, KEYS), CODES)
-        loaded = load_keys(words, halves, place, at, tiles, 0, page, CODES)
-        for i in range(0, count):
-            codes, scale, page = loaded
-            loaded = load_keys(words, halves, place, at, tiles, i + 1, page, CODES)
-            mbarrier.wait(keys_read(bars, i), phase(i) ^ 1)
-            s_tile, s_scale = s_keys.index(i & (SLOTS - 1)), s_scales.index(i & (SCALE_SLOTS - 1))
-            store_keys(codes, scale, s_tile, s_scale, KEY, CODES)
-            fence_async_shared()
-            meet()
-            mbarrier.arrive(keys_there(bars, i))
-
-
-@gluon.jit
-def decode_values(words, halves, place, at, tiles, length, step, shared, VALUE: gl.constexpr, CODES: gl.constexpr):
-    """The warp group that decodes values."""
-    _, s_values, _, s_notes, bars = shared
-    KEYS: gl.constexpr = CODES[2]
-    unit = length * 0 + LEAST_EXPONENT
-    count = tiles[2]
-    if count > 0:
-        page = find_page(place, tile_start(0, tiles, KEYS), CODES)
-        loaded = load_values(words, halves, place, at, tiles, 0, page, CODES)
-        for i in range(0, count):
-            codes, row_scale, lane_scale, page = loaded
-            loaded = load_values(words, halves, place, at, tiles, i + 1, page, CODES)
-            o_lane = gl.arange(0, KEYS, layout=lane_scale.type.layout)
-            known = length - tile_start(i, tiles, KEYS)
-            size = gl.where(o_lane < known, gl.abs(lane_scale.to(gl.float32)), 0.0)
-            good = size < float("inf")
-            unit = gl.maximum(unit, gl.max(gl.where(good, size, 0.0).to(gl.int32, bitcast=True), 0) >> 23)
-            bad = gl.max((~good).to(gl.int32), 0)
-            note = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + (unit + (bad << 16))
-            mbarrier.wait(values_read(bars, i), phase(i) ^ 1)
-            s_notes.index(i & (SLOTS - 1)).store(note)
-            store_values(codes, row_scale, known, unit, step, s_values.index(i & (SLOTS - 1)), VALUE, CODES)
-            fence_async_shared()
-            meet()
-            mbarrier.arrive(values_there(bars, i))
 
 
 @gluon.jit

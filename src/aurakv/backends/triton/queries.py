@@ -9,7 +9,7 @@ In: q [tokens, heads, dim] of any strides. Out: `rotated` [tokens·heads, 2, col
 import triton
 import triton.language as tl
 
-from .encode_kernels import rotate, whole_matrix
+from .encode_kernels import load_vectors, rotate, whole_matrix
 
 LARGEST = tl.constexpr(32500.0)  # of a query as integers: both int8 parts stay in range
 
@@ -20,7 +20,7 @@ def offset_scores(p_row, stride, p_offset, m_row, ROTATE: tl.constexpr):
     o_chunk = tl.arange(0, ROTATE.chunk)
     scores = tl.zeros([p_row.shape[0]], tl.float32)
     for c in range(0, ROTATE.dim, ROTATE.chunk):
-        x = tl.load(p_row[:, None] + (c + o_chunk)[None, :] * stride, mask=m_row[:, None], other=0)
+        x = load_vectors(p_row, stride, c, m_row, ROTATE)
         scores += tl.sum(x.to(tl.float32) * tl.load(p_offset + c + o_chunk)[None, :], 1)
     return scores
 

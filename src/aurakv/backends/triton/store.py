@@ -12,7 +12,8 @@ from ... import checks
 from ...codec import Codec, Codes
 from ...pages import Pages
 from . import tables
-from .encode_kernels import append_codes_kernel, append_kernel, encode_kernel
+from .append_kernels import append_codes_kernel, append_kernel
+from .encode_kernels import encode_kernel
 from .launch import Launch
 
 FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
