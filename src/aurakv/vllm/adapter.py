@@ -21,6 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -32,7 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from ..codec import Format
 from ..errors import InputError
 from ..scoring import Scoring
-from .layer import TOKENS, Layer, Lengths, Step
+from .layer import FAST_TOKENS, TOKENS, Layer, Lengths, Step
 from .plan import Plan, shard
 
 _logger = init_logger("vllm.aurakv")
@@ -72,9 +73,21 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
         model = config.model_config
         plan.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
-        if plan.note is not None:
-            _logger.warning_once(plan.note)
+        for note in (plan.note, _slow_blocks(config)):
+            if note is not None:
+                _logger.warning_once(note)
     stock(config)
+
+
+def _slow_blocks(config: VllmConfig) -> str | None:
+    """What a block size that the user names costs, in one sentence."""
+    cache = config.cache_config
+    if not current_platform.is_cuda() or not cache.user_specified_block_size or cache.block_size % 32 == 0:
+        return None
+    return (
+        f"--block-size {cache.block_size} keeps aurakv from its decode kernel for GPUs, which reads blocks of multiples"
+        f" of 32 tokens: attention is several times slower than with {FAST_TOKENS}, the default"
+    )
 
 
 def _choose_on_cpu(stock: Any, selected: AttentionBackendEnum | None, *args: Any, **kwargs: Any) -> str:
@@ -138,6 +151,11 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
         return [MultipleOf(TOKENS)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Where the user names no size: a page that the decode kernel for GPUs reads as one tile."""
+        return FAST_TOKENS if current_platform.is_cuda() else default_block_size
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -240,7 +258,13 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
 
 
 class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the step that all layers of a group share."""
+    """Makes the step that all layers of a group share.
+
+    Captured whole, graphs hold any batch of equally many queries a sequence: what a layer does follows from shapes on
+    the host and from starts, lengths and tables on the device, and sequences that pad a batch have no rows.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device

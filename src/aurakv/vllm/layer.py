@@ -16,12 +16,15 @@ from ..policy import LayerPolicy
 from ..scoring import Scoring
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
+FAST_TOKENS = 64  # and best this many on a GPU: a tile of the decode kernel
+MAX_KNOWN = 4096  # descriptions of pages that a group of layers keeps: a few for each layer
 
 
 class Lengths:
-    """Buffers that live as long as the engine: captured graphs keep their addresses."""
+    """Buffers that live as long as the engine's memory: captured graphs keep their addresses."""
 
     def __init__(self, seqs: int, device: torch.device) -> None:
+        self.pages: dict[tuple[object, ...], Pages] = {}  # of each layer and table; goes with the memory it describes
         self.before = torch.zeros(seqs, dtype=torch.int32, device=device)
         self.now = torch.zeros(seqs, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
@@ -74,7 +77,6 @@ class Layer:
         self.policy = policy or LayerPolicy(format.name)
         self._offsets: tuple[Tensor | None, Tensor | None] | None = None  # on the device
         self._balance: Tensor | None = None  # on the device
-        self._known: dict[tuple[int, ...], Pages] = {}
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, blocks: Tensor, step: Step, out: Tensor) -> None:
         """Store the new tokens, if they come along, and write attention of all queries to out [rows, heads, dim].
@@ -84,8 +86,8 @@ class Layer:
         pages = self._pages(blocks, step)
         n = step.tokens
         balance = self._balance_on(q.device)
-        pages.lengths.copy_(step.ends)
         if not step.seen and blocks.device.type == "cpu":
+            pages.lengths.copy_(step.ends)
             step.look(pages)
         if k is not None and v is not None:  # else the layer shares the keys of an earlier one
             pages.lengths.copy_(step.before)
@@ -107,8 +109,9 @@ class Layer:
 
     def _pages(self, blocks: Tensor, step: Step) -> Pages:
         """The engine's memory as pages. Made once per table: engines reuse theirs."""
-        key = (blocks.data_ptr(), step.table.data_ptr(), step.buffers.now.data_ptr(), *step.table.shape)
-        pages = self._known.get(key)
+        known = step.buffers.pages
+        key = (self, blocks.data_ptr(), blocks.shape[0], step.table.data_ptr(), *step.table.shape)
+        pages = known.get(key)
         if pages is None:
             count, heads, tokens, size = blocks.shape
             data = blocks.view(count, heads, tokens * size)
@@ -126,9 +129,9 @@ class Layer:
                 value_offset=self._offsets[1],
             )
             object.__setattr__(pages, "trusted", True)  # each step looks at the contents once for all layers
-            if len(self._known) >= 64:
-                self._known.clear()
-            self._known[key] = pages
+            if len(known) >= MAX_KNOWN:
+                known.clear()
+            known[key] = pages
         return pages
 
 
