@@ -92,6 +92,8 @@ class Layer:
         if k is not None and v is not None:  # else the layer shares the keys of an earlier one
             pages.lengths.copy_(step.before)
             ops.append(pages, balanced_keys(k[:n], balance), v[:n], step.starts)
+        else:
+            pages.lengths.copy_(step.ends)
         part = ops.attend(
             balanced_queries(q[:n], balance),
             pages,
