@@ -23,13 +23,13 @@ test-full: $(VENV)/.test
 TRITONS := 3.7.1 3.8.0 3.9.0
 test-triton: $(TRITONS:%=build/triton-%) $(VENV)/.test
 	set -e; for version in $(TRITONS); do PYTHONPATH=$(CURDIR)/build/triton-$$version \
-		$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/test_triton*.py; done
+		$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/backends/triton; done
 
 build/triton-%: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ triton==$*
 
 fuzz: $(VENV)/.test
-	$(BIN)/python tests/fuzz_files.py --cases 100000
+	$(BIN)/python tools/fuzz_files.py --cases 100000
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -42,7 +42,7 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.test
-	$(BIN)/python tests/make_cli_docs.py
+	$(BIN)/python tools/make_cli_docs.py
 
 # Measures what the committed results do not have yet (delete them to begin anew): hours on 2 cores. Policies that come
 # with the package were made on Alice, so it is not among the texts.
@@ -66,10 +66,10 @@ eval-quality: $(VENV)/.test
 		benchmarks/baselines/quality-gemma3.json
 
 golden: $(VENV)/.test
-	$(BIN)/python tests/make_golden.py
+	$(BIN)/python tools/make_golden.py
 
-include native.mk
-include serving.mk
+include make/native.mk
+include make/serving.mk
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist

@@ -1,5 +1,5 @@
-"""What the defaults of AuraCache (key offset, balance, exact first tokens) cost: a decode step of one layer, with and
-without them, in turns.
+"""What the defaults of AuraCache (key offset, key scale, uncompressed first tokens) cost: a decode step of one layer,
+with and without them, in turns.
 
     python benchmarks/default_cost.py --threads 2 --realtime --json benchmarks/baselines/default_cost.json
     python benchmarks/default_cost.py --device cuda --batch 8 --json benchmarks/baselines/default_cost-h200.json
@@ -22,8 +22,8 @@ from aurakv.hf.attention import attention
 from aurakv.hf.layer import AuraLayer
 
 SHAPES = ((32, 8, 128), (9, 3, 64))  # heads, KV heads, dim
-PROMPT = 600  # tokens that the offset and the balance are taken from
-VARIANTS = {"plain": {"first": 0, "centre": False}, "default": {}}
+PROMPT = 600  # tokens that the offset and the key_scale are taken from
+VARIANTS = {"plain": {"first": 0, "calibrate": False}, "default": {}}
 
 
 def step(layer: AuraLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -52,8 +52,8 @@ def filled(heads: int, kv_heads: int, dim: int, args: argparse.Namespace) -> dic
         step(layer, q, k[:, :, :PROMPT], v[:, :, :PROMPT])
         layer.update(k[:, :, PROMPT:], v[:, :, PROMPT:])
         assert layer.get_seq_length() == args.tokens
-    assert made["plain"].balance is None
-    assert made["default"].balance is not None
+    assert made["plain"].key_scale is None
+    assert made["default"].key_scale is not None
     return made
 
 

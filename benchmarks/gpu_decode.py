@@ -27,12 +27,12 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from aurakv.attention.scoring import Scoring
 from aurakv.backends import reference
-from aurakv.backends.triton import fast_attend
+from aurakv.backends.triton.decode import launch
 from aurakv.checks import starts as check_starts
-from aurakv.codec import Format
-from aurakv.pages import Pages, allocate, parts
-from aurakv.scoring import Scoring
+from aurakv.format.codec import Format
+from aurakv.storage.pages import Pages, allocate, parts
 
 SHAPES = [
     (1, 8, 4, 32768), (1, 8, 4, 131072), (8, 8, 4, 32768), (32, 8, 4, 8192), (16, 8, 8, 32768), (64, 8, 8, 4096),
@@ -109,7 +109,7 @@ def plain_read(pages: Pages, flush: str) -> float:
 
 
 def decode(q: torch.Tensor, pages: Pages, starts: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    return fast_attend.attend_fast(q, pages, starts, pages.lengths, scoring, None, None, None).out
+    return launch.attend(q, pages, starts, pages.lengths, scoring, None, None, None).out
 
 
 def error(q: torch.Tensor, pages: Pages, starts: torch.Tensor, scoring: Scoring) -> float:
@@ -136,7 +136,7 @@ BASELINE = [  # options of its rows
     "--shapes 2 --pages 64 --queries 4",
     "--shapes 2 --pages 64 --group 16",
     "--shapes 2 --pages 64 --offsets",
-    "--shapes 2 --pages 64 --offsets --exact 64",
+    "--shapes 2 --pages 64 --offsets --uncompressed 64",
     "--shapes 2 --pages 64 --softcap 30",
     "--shapes 2 5 --pages 64 --tokens 128",
 ]
@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1, help="of each sequence; bf16 attention then sees all keys")
     parser.add_argument("--group", type=int, help="query heads of a KV head instead of the shape's")
     parser.add_argument("--tokens", type=int, help="instead of the shape's")
-    parser.add_argument("--offsets", action="store_true", help="centred keys and values")
-    parser.add_argument("--exact", type=int, default=0, help="recent tokens that another call scores")
+    parser.add_argument("--offsets", action="store_true", help="calibrated keys and values")
+    parser.add_argument("--uncompressed", type=int, default=0, help="recent tokens that another call scores")
     parser.add_argument("--softcap", type=float)
     parser.add_argument("--rivals", action="store_true", help="other packages, where they are installed")
     parser.add_argument("--json")
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, reason in refused.items():
         print(f"{name}: {reason or 'is timed'}")
     rivals = [name for name, reason in refused.items() if reason is None]
-    options = {"flush": args.flush, "queries": args.queries, "exact": args.exact, "softcap": args.softcap}
+    options = {"flush": args.flush, "queries": args.queries, "uncompressed": args.uncompressed, "softcap": args.softcap}
     options = {**options, "offsets": args.offsets}
     for seqs, kv_heads, group, tokens in (SHAPES[i] for i in args.shapes):
         group, tokens = args.group or group, args.tokens or tokens
@@ -201,7 +201,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             times = {"us": time, "bf16_us": base, "ratio": base / time, "error": wrong}
             rows.append({"flush": args.flush, "rival": name, **shape, **times})
             print(f"  {name:24}: {time:6.1f} us x{base / time:.2f} error {wrong:.1e}", flush=True)
-        scoring = Scoring(softcap=args.softcap, recent=args.exact, first=min(4, args.exact))
+        scoring = Scoring(softcap=args.softcap, recent=args.uncompressed, first=min(4, args.uncompressed))
         starts = check_starts("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
         if args.queries > 1:
             starts = args.queries * starts

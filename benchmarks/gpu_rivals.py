@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aurakv.rotation import hadamard
+from aurakv.format.rotation import hadamard
 
 PAGE = 64
 Call = Callable[[], Tensor]

@@ -2,7 +2,7 @@
 
 python benchmarks/gpu_tune.py --formats k5v4 k8v4 --registers 128 168 255 --programs 16 12 8 --tiles 32 64
 
-Registers of a thread and programs of a multiprocessor go together, first with first. What `fast_attend` chooses by
+Registers of a thread and programs of a multiprocessor go together, first with first. What `decode.launch` chooses by
 itself comes first. Times as in gpu_decode.py.
 """
 
@@ -17,18 +17,18 @@ from unittest import mock
 import gpu_decode
 import torch
 
-from aurakv.backends.triton import fast_attend
+from aurakv.attention.scoring import Scoring
+from aurakv.backends.triton.decode import launch
 from aurakv.checks import starts as check_starts
-from aurakv.scoring import Scoring
 
 
 @contextlib.contextmanager
 def chosen(registers: int, programs: int, tile: int) -> Iterator[None]:
-    """In place of what `fast_attend` would choose."""
+    """In place of what `decode.launch` would choose."""
     names = {"_registers": registers, "_residents": programs, "_tile": tile}
     with contextlib.ExitStack() as stack:
         for name, number in names.items():
-            stack.enter_context(mock.patch.object(fast_attend, name, lambda *_, number=number: number))
+            stack.enter_context(mock.patch.object(launch, name, lambda *_, number=number: number))
         yield
 
 
@@ -52,9 +52,9 @@ def main() -> None:
         for name in args.formats:
             pages = gpu_decode.random_pages(name, args.dim, seqs, kv_heads, tokens, 64)
             own = (
-                fast_attend._registers(pages.format, group),
-                fast_attend._residents(pages.format, group),
-                fast_attend._tile(pages, group),
+                launch._registers(pages.format, group),
+                launch._residents(pages.format, group),
+                launch._tile(pages, group),
             )
             pairs = zip(args.registers, args.programs, strict=True)
             others = [(registers, programs, tile) for registers, programs in pairs for tile in args.tiles]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from aurakv import Format
 from aurakv.parallel.collective import LATENCY_BYTES
-from aurakv.parallel.share import Share
+from aurakv.parallel.placement import Share
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@
 namespace {
 
 // Each instruction-set file says which kernels it has for a width; null: the float kernels.
-const KeyKernel* fast_key(const Codec& c);
-const ValueKernel* fast_value(const Codec& c);
+const KeyKernel* int16_key(const Codec& c);
+const ValueKernel* int16_value(const Codec& c);
 
 constexpr float SCORE_ERROR = 5e-4f;
 
@@ -156,9 +156,9 @@ inline void attend_piece(const Attend& a, const Group& g, int64_t split, float* 
   w.carve(arena);
   if (!part) part = arena.take<float>(g.rows * part_floats(w));
 
-  const KeyKernel* keys = w.key.bits == 16 || a.exact ? nullptr : fast_key(w.key);
-  const ValueKernel* values = w.value.bits == 16 || a.exact ? nullptr : fast_value(w.value);
-  if (!keys) keys = w.exact_scores() ? &double_keys : &float_keys;
+  const KeyKernel* keys = w.key.bits == 16 || a.float32 ? nullptr : int16_key(w.key);
+  const ValueKernel* values = w.value.bits == 16 || a.float32 ? nullptr : int16_value(w.value);
+  if (!keys) keys = w.double_scores() ? &double_keys : &float_keys;
   if (!values) values = &float_values;
   load_queries(w);
   keys->prepare(w);
@@ -192,13 +192,13 @@ inline void attend_piece(const Attend& a, const Group& g, int64_t split, float* 
   if (g.splits == 1) finish_group(a, g, part);
 }
 
-// Merge the pieces of a group, add the learned sink, un-rotate, store. What comes from the keys beside is not rotated.
+// Merge the pieces of a group, add the learned sink, un-rotate, store. What comes from the keys uncompressed is not rotated.
 inline void finish_group(const Attend& a, const Group& g, const float* parts) {
   Work w(a, g);
   static thread_local Scratch scratch;
   const int64_t stride = part_floats(w), size = g.rows * stride;
   float *out = (float*)scratch.need(8 * g.rows * w.v_pad), *plain = out + g.rows * w.v_pad;
-  const int64_t coded = g.splits - g.beside;
+  const int64_t coded = g.splits - g.uncompressed;
   float unit[ROWS], whole[ROWS];
   for (int64_t r = 0; r < g.rows; r++) {
     const float* first = parts + r * stride;
@@ -212,7 +212,7 @@ inline void finish_group(const Attend& a, const Group& g, const float* parts) {
     if (logit != logit) damage = 2;
     float* o = out + r * w.v_pad;
     memset(o, 0, 4 * w.dv);
-    if (g.beside) memset(plain + r * w.v_pad, 0, 4 * w.dv);
+    if (g.uncompressed) memset(plain + r * w.v_pad, 0, 4 * w.dv);
     float total = 0, kept = 0, lse;
     if (most == INFINITY || most == -INFINITY) {  // an infinite sink outweighs all, or nothing is visible
       lse = most;
@@ -232,7 +232,7 @@ inline void finish_group(const Attend& a, const Group& g, const float* parts) {
     unit[r] = damage ? NAN : total > 0 ? 1 / total : 0;
     whole[r] = kept * unit[r];
     for (int64_t d = 0; d < w.dv; d++) o[d] *= unit[r];
-    if (g.beside) for (int64_t d = 0; d < w.dv; d++) plain[r * w.v_pad + d] *= unit[r];
+    if (g.uncompressed) for (int64_t d = 0; d < w.dv; d++) plain[r * w.v_pad + d] *= unit[r];
     a.lse[w.token(r) * a.heads + w.head(r)] = damage == 2 ? NAN : lse;
   }
   rotate_rows(w.value, out, w.v_pad, g.rows, true);
@@ -240,7 +240,7 @@ inline void finish_group(const Attend& a, const Group& g, const float* parts) {
   for (int64_t r = 0; r < g.rows; r++) {
     float* o = out + r * w.v_pad;
     if (offset) for (int64_t d = 0; d < w.dv; d++) o[d] += offset[d] * whole[r];
-    if (g.beside) for (int64_t d = 0; d < w.dv; d++) o[d] += plain[r * w.v_pad + d];
+    if (g.uncompressed) for (int64_t d = 0; d < w.dv; d++) o[d] += plain[r * w.v_pad + d];
     const int64_t at = (w.token(r) * a.heads + w.head(r)) * w.dv;
     store_floats((char*)a.out + at * size_of(a.dtype), a.dtype, w.dv, o);
   }

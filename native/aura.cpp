@@ -88,15 +88,15 @@ void find_visible(const Attend& a, int64_t from, int64_t length, Group* g) {
   for (int64_t i = 0; i < g->spans; i++) g->visible += g->end[i] - g->begin[i];
 }
 
-// What the rows of a group do with the keys beside: one part, whose keys are few.
-Group group_beside(const Attend& beside, const Group& g) {
+// What the rows of a group do with the keys uncompressed: one part, whose keys are few.
+Group group_beside(const Attend& uncompressed, const Group& g) {
   Group to = g;
-  find_visible(beside, 0, beside.pages->lengths[g.seq], &to);
+  find_visible(uncompressed, 0, uncompressed.pages->lengths[g.seq], &to);
   to.chunk = to.visible;
   return to;
 }
 
-Plan plan(const Attend& a, const Attend& beside) {
+Plan plan(const Attend& a, const Attend& uncompressed) {
   const int64_t kv_heads = a.pages ? a.pages->kv_heads : a.dense->kv_heads, group = a.heads / kv_heads;
   const int64_t dims = a.pages ? a.pages->key->dim + a.pages->value->dim : a.dense->key->dim + a.dense->value->dim;
   Plan p;
@@ -111,7 +111,7 @@ Plan plan(const Attend& a, const Attend& beside) {
         g.rows = queries * group - first < ROWS ? queries * group - first : ROWS;
         g.lowest = base + first / group, g.highest = base + (first + g.rows - 1) / group;
         find_visible(a, from, length, &g);
-        g.beside = a.beside && group_beside(beside, g).visible;
+        g.uncompressed = a.uncompressed && group_beside(uncompressed, g).visible;
         p.groups.push_back(g);
       }
   }
@@ -121,7 +121,7 @@ Plan plan(const Attend& a, const Attend& beside) {
     int64_t splits = a.splits ? a.splits : auto_splits(divide_up(rows, ROWS), g.visible);
     g.chunk = g.visible ? divide_up(g.visible, splits) : 0;
     if (!a.splits) g.chunk = divide_up(g.chunk, 64) * 64;
-    g.splits = (g.visible ? divide_up(g.visible, g.chunk) : 1) + g.beside;
+    g.splits = (g.visible ? divide_up(g.visible, g.chunk) : 1) + g.uncompressed;
     g.part = p.parts;
     if (g.splits > 1) p.parts += g.splits * g.rows;
     p.first_unit.push_back(p.first_unit.back() + g.splits);
@@ -201,9 +201,9 @@ EXPORT int64_t aura_attend_workspace(int64_t seqs, int64_t tokens, int64_t heads
 }
 
 static void attend_all(int64_t isa, const Attend& a) {
-  Attend beside = a;
-  beside.pages = a.beside, beside.exact_keys = 1;
-  const Plan p = plan(a, beside);
+  Attend uncompressed = a;
+  uncompressed.pages = a.uncompressed, uncompressed.only_uncompressed = 1;
+  const Plan p = plan(a, uncompressed);
   const int64_t stride = floats_per_row(a.pages ? a.pages->value->dim : a.dense->value->dim);
   std::vector<float> own;
   float* parts = a.workspace;
@@ -219,7 +219,7 @@ static void attend_all(int64_t isa, const Attend& a) {
     if (g.splits == 1) return ISAS[isa]->attend(a, g, 0, nullptr);
     float* group_parts = parts + g.part * stride;
     float* part = group_parts + split * g.rows * stride;
-    if (g.beside && split == g.splits - 1) ISAS[isa]->attend(beside, group_beside(beside, g), 0, part);
+    if (g.uncompressed && split == g.splits - 1) ISAS[isa]->attend(uncompressed, group_beside(uncompressed, g), 0, part);
     else ISAS[isa]->attend(a, g, split, part);
     if (left[i].fetch_sub(1, std::memory_order_acq_rel) == 1) ISAS[isa]->finish(a, g, group_parts);
   });
@@ -278,7 +278,7 @@ EXPORT void aura_step(int64_t isa, const Append* append, const Attend* attend, c
     Append new_tokens = *append;
     new_tokens.k = (const uint8_t*)k, new_tokens.v = (const uint8_t*)v, new_tokens.threads.count = threads;
     aura_append(isa, &new_tokens);
-    if (append->beside) new_tokens.pages = append->beside, aura_append(isa, &new_tokens);
+    if (append->uncompressed) new_tokens.pages = append->uncompressed, aura_append(isa, &new_tokens);
   }
   a.q = q, a.out = out, a.lse = lse, a.sink = sink, a.threads.count = threads;
   attend_all(isa, a);

@@ -60,7 +60,7 @@ struct Threads {
 struct Attend {
   const Pages* pages;             // null: dense
   const Dense* dense;
-  const Pages* beside;            // null, or where the keys that `first` and `recent` name lie uncompressed: seen, too
+  const Pages* uncompressed;            // null, or where the keys that `first` and `recent` name lie uncompressed: seen, too
   const void* q;
   int64_t dtype, q_token, q_head;
   void* out;                      // [tokens, heads, value dim] in dtype
@@ -68,14 +68,14 @@ struct Attend {
   const int32_t *starts, *ends;
   int64_t tokens, heads, seqs;
   const float* sink;              // [heads] or null
-  const float* balance;           // null, or [kv_heads, key dim]: queries are divided by it
+  const float* key_scale;           // null, or [kv_heads, key dim]: queries are divided by it
   double scale;
   int64_t causal, window, sinks;  // window 0: none
   double softcap;                 // 0: none
-  int64_t first, recent, exact_keys;
+  int64_t first, recent, only_uncompressed;
   double threshold;
   int64_t splits;                 // 0: from the shapes
-  int64_t exact;                  // float32 arithmetic
+  int64_t float32;                // float32 arithmetic
   float* workspace;               // null, or aura_attend_workspace() bytes
   Threads threads;
 };
@@ -91,11 +91,11 @@ struct Encode {                   // x [n, heads, dim] -> codes [n, heads, row_b
 };
 
 struct Append {                   // vectors k, v or codes with scales, [tokens, kv_heads, …]
-  const Pages *pages, *beside;    // beside: null, or uncompressed pages that a step fills, too
+  const Pages *pages, *uncompressed;    // uncompressed: null, or uncompressed pages that a step fills, too
   const uint8_t *k, *v;
   int64_t k_dtype, v_dtype, k_token, k_head, v_token, v_head;
   const uint8_t *k_scales, *v_scales;  // only with codes
-  const float* balance;           // null, or [kv_heads, key dim]: keys are multiplied by it
+  const float* key_scale;           // null, or [kv_heads, key dim]: keys are multiplied by it
   int64_t coded;                  // k and v are codes (contiguous)
   const int32_t* starts;
   int64_t tokens;
@@ -144,9 +144,9 @@ struct Group {
   int64_t lowest, highest;        // positions of its queries
   int64_t begin[4], end[4];       // ascending spans of key positions that hold all that its queries see
   int64_t spans, visible;         // how many spans; their total length
-  int64_t splits, chunk;          // parts and tokens of each; a part more if keys beside are seen
+  int64_t splits, chunk;          // parts and tokens of each; a part more if keys uncompressed are seen
   int64_t part;                   // index of its first partial result in the workspace
-  int64_t beside;                 // 1: the last part is of the keys beside
+  int64_t uncompressed;                 // 1: the last part is of the keys uncompressed
 };
 
 // What an instruction set provides; each runs one piece of independent work.
@@ -187,7 +187,7 @@ inline int64_t visible_spans(const Attend& a, int64_t lowest, int64_t highest, i
   };
   auto overlap = [&](int i, int64_t lo, int64_t hi) { add(b[i] > lo ? b[i] : lo, e[i] < hi ? e[i] : hi); };
   for (int i = 0; i < n; i++) {
-    if (a.exact_keys) {
+    if (a.only_uncompressed) {
       overlap(i, 0, a.first);
       const int64_t near = lowest - a.recent + 1;
       if (a.recent) overlap(i, near > a.first ? near : a.first, stop);

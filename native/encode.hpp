@@ -173,7 +173,7 @@ inline void append_range(const Append& a, const int64_t* slots, int64_t first, i
     }
     if (a.coded) continue;
     encode_rows(c, side ? a.v : a.k, side ? a.v_dtype : a.k_dtype, side ? a.v_token : a.k_token,
-                side ? a.v_head : a.k_head, p.kv_heads, side ? nullptr : a.balance,
+                side ? a.v_head : a.k_head, p.kv_heads, side ? nullptr : a.key_scale,
                 side ? p.value_offset : p.key_offset, first, count, to, scale_to);
   }
 }

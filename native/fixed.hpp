@@ -138,7 +138,7 @@ INLINE bool adds_nothing(const Pass& pass, int64_t row, int64_t rows) {
 }
 
 #if defined(__AVX2__)
-// Brings bytes that are needed soon into L2, a step at a time. (L1 has no room for them beside queries and the tile.)
+// Brings bytes that are needed soon into L2, a step at a time. (L1 has no room for them uncompressed queries and the tile.)
 struct Ahead {
   const uint8_t* at;
   int64_t step;

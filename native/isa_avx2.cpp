@@ -6,7 +6,7 @@
 #include "simd.hpp"
 #include "attend.hpp"
 #include "encode.hpp"
-#include "fast_avx2.hpp"
+#include "int16_avx2.hpp"
 
 namespace {
 bool supported() {

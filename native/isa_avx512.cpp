@@ -6,7 +6,7 @@
 #include "simd.hpp"
 #include "attend.hpp"
 #include "encode.hpp"
-#include "fast_avx512.hpp"
+#include "int16_avx512.hpp"
 
 namespace {
 bool supported() {

@@ -6,8 +6,8 @@
 #include "encode.hpp"
 
 namespace {
-const KeyKernel* fast_key(const Codec&) { return nullptr; }
-const ValueKernel* fast_value(const Codec&) { return nullptr; }
+const KeyKernel* int16_key(const Codec&) { return nullptr; }
+const ValueKernel* int16_value(const Codec&) { return nullptr; }
 }  // namespace
 
 const aura::Isa aura::isa_generic = {"generic",    [] { return true; }, attend_piece, finish_group, encode_range,

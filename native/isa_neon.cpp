@@ -7,7 +7,7 @@
 #include "simd.hpp"
 #include "attend.hpp"
 #include "encode.hpp"
-#include "fast_neon.hpp"
+#include "int16_neon.hpp"
 
 const aura::Isa aura::isa_neon = {"neon",       [] { return true; }, attend_piece, finish_group, encode_range,
                                   append_range, decode_range,        scores_range, values_range};

@@ -32,7 +32,7 @@ INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 // Halves, quarters, … are combined, so that the order does not depend on the compiler.
 INLINE float sum(vf x) {
-#if defined(__AVX512F__)  // in the order of reduce4 (fast_avx512.hpp)
+#if defined(__AVX512F__)  // in the order of reduce4 (int16_avx512.hpp)
   __m512 y = (__m512)x;
   y = _mm512_add_ps(y, _mm512_permute_ps(y, 0x4e));
   y = _mm512_add_ps(y, _mm512_permute_ps(y, 0xb1));

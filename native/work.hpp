@@ -72,14 +72,14 @@ struct Work {
     kt = m.take<float>(k_pad * TILE);
     values = m.take<float>(TILE * v_pad);
     buffer = m.take<float>(16 * k_pad);
-    q64 = m.take<double>(exact_scores() ? rows * k_pad : 0);
+    q64 = m.take<double>(double_scores() ? rows * k_pad : 0);
     q16 = m.take<int16_t>(rows * k_pad * 4);
     q_rest = m.take<int16_t>(rows * k_pad * 4);
     w16 = m.take<int16_t>(round_up(rows, 8) * TILE);
     stage_k = m.take<uint8_t>(TILE * key.row_bytes + 64);
     stage_v = m.take<uint8_t>(TILE * value.row_bytes + 64);
   }
-  bool exact_scores() const { return a.exact && key.bits != 16; }
+  bool double_scores() const { return a.float32 && key.bits != 16; }
   int64_t token(int64_t row) const { return a.starts[g.seq] + (g.first + row) / group; }
   int64_t head(int64_t row) const { return g.kv_head * group + (g.first + row) % group; }
 };
@@ -89,13 +89,13 @@ inline void load_queries(Work& w) {
   const Attend& a = w.a;
   const double scale = a.scale * (a.softcap > 0 ? 1.0 : 1.4426950408889634);
   const float* offset = a.pages && a.pages->key_offset ? a.pages->key_offset + w.g.kv_head * w.dk : nullptr;
-  const float* balance = a.balance ? a.balance + w.g.kv_head * w.dk : nullptr;
+  const float* key_scale = a.key_scale ? a.key_scale + w.g.kv_head * w.dk : nullptr;
   for (int64_t r = 0; r < w.rows; r++) {
     float* q = w.q + r * w.k_pad;
     const int64_t at = w.token(r) * a.q_token + w.head(r) * a.q_head;
     load_floats((const char*)a.q + at * size_of(a.dtype), a.dtype, w.dk, q);
-    if (balance) for (int64_t d = 0; d < w.dk; d++) q[d] /= balance[d];
-    if (w.exact_scores()) {
+    if (key_scale) for (int64_t d = 0; d < w.dk; d++) q[d] /= key_scale[d];
+    if (w.double_scores()) {
       double *x = w.q64 + r * w.k_pad, shift = 0;
       for (int64_t d = 0; d < w.dk; d++) x[d] = q[d] * scale;
       if (offset) for (int64_t d = 0; d < w.dk; d++) shift += x[d] * offset[d];
@@ -111,7 +111,7 @@ inline void load_queries(Work& w) {
   w.plain_from = a.first, w.plain_to = a.causal ? w.g.lowest + 1 : INT64_MAX;
   if (a.window && w.g.highest - a.window + 1 > w.plain_from) w.plain_from = w.g.highest - a.window + 1;
   if (a.recent && w.g.lowest - a.recent + 1 < w.plain_to) w.plain_to = w.g.lowest - a.recent + 1;
-  if (a.exact_keys || a.softcap > 0 || a.threshold > 0) w.plain_to = 0;
+  if (a.only_uncompressed || a.softcap > 0 || a.threshold > 0) w.plain_to = 0;
   rotate_rows(w.key, w.q, w.k_pad, w.rows, false);
   for (int64_t r = 0; r < w.rows; r++)
     for (int64_t d = w.dk; d < w.k_pad; d++) w.q[r * w.k_pad + d] = 0;

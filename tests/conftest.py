@@ -32,7 +32,7 @@ def _device(name: str) -> str | None:
 @pytest.fixture(scope="session")
 def ranks():
     """Processes of a gloo group, by their number; each group is started once."""
-    from ranks import Ranks
+    from tests.helpers.ranks import Ranks
 
     started = {}
 

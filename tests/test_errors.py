@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import aurakv as kv
-from aurakv import backends, library
+from aurakv import backends
+from aurakv.attention import torch_ops
 from aurakv.testing import poisoned
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 16, 32
@@ -49,11 +50,13 @@ def world() -> SimpleNamespace:
             limited=kv.KVCache.paged(pool, 2, max_tokens=16),
             contiguous=kv.KVCache.contiguous(FORMAT, 2, KV_HEADS, 64),
             ring=kv.KVCache.ring(FORMAT, 2, KV_HEADS, 10, 3, page_size=4, chunk=4, rollback=2),
-            exact=kv.KVCache.contiguous(FORMAT, 2, KV_HEADS, exact=kv.Exact(first=2, recent=4, rollback=3)),
+            uncompressed=kv.KVCache.contiguous(
+                FORMAT, 2, KV_HEADS, uncompressed=kv.Uncompressed(first=2, recent=4, rollback=3)
+            ),
         )
         for cache, new in ((w.paged, [11, 5]), (w.limited, [3, 9]), (w.contiguous, [7, 0]), (w.ring, [60, 9])):
             cache.append(*tokens(sum(new)), [0, new[0], sum(new)])
-        w.exact.append(*tokens(140), [0, 120, 140])
+        w.uncompressed.append(*tokens(140), [0, 120, 140])
         w.paged.truncate(0, 9)
         w.paged.fork(0, 1)
     return w
@@ -62,7 +65,7 @@ def world() -> SimpleNamespace:
 def everything(w: SimpleNamespace) -> list[object]:
     state: list[object] = []
     for cache in vars(w).values():
-        for table in getattr(cache, "_tables", []):
+        for table in getattr(cache, "page_tables", []):
             pages, pool = table.pages, table.pool
             state += [pages.data.numpy().tobytes(), pages.table.tolist(), pages.lengths.tolist()]
             state += [pages.overflow.tolist(), [list(row) for row in table.rows], list(table.lengths)]
@@ -166,7 +169,7 @@ SCORINGS = [
     case("scale huge", lambda w: kv.Scoring(scale=10**400), "scale", "finite number"),
     case("causal", lambda w: kv.Scoring(causal="no"), "causal must be a bool", "'no'"),
     case("causal number", lambda w: kv.Scoring(causal=0), "causal must be a bool", "0"),
-    case("exact", lambda w: kv.Scoring(exact=None), "exact must be a bool", "None"),
+    case("only_uncompressed", lambda w: kv.Scoring(only_uncompressed=None), "only_uncompressed must be a bool", "None"),
     case("threshold none", lambda w: kv.Scoring(threshold=None), "threshold", "finite number", "None"),
     case("threshold text", lambda w: kv.Scoring(threshold="0"), "threshold", "finite number", "'0'"),
     case("threshold 1", lambda w: kv.Scoring(threshold=1.0), "threshold", "below 1", "1.0"),
@@ -350,7 +353,7 @@ PAGES = [
     case("sinks dtype", lambda w: attend(w, sink_logits=torch.ones(4).int()), "sink_logits", "float32", "int32"),
     case("sinks device", lambda w: attend(w, sink_logits=ramp(4).to(META)), "sink_logits", "cpu", "meta"),
     case("sinks grad", lambda w: attend(w, sink_logits=with_grad(ramp(4))), "sink_logits requires grad"),
-    case("precision", lambda w: attend(w, precision="half"), "precision", "['fast', 'exact']", "'half'"),
+    case("precision", lambda w: attend(w, precision="half"), "precision", "['fast', 'float32']", "'half'"),
     case("splits 0", lambda w: attend(w, splits=0), "splits", "at least 1", "0"),
     case("splits negative", lambda w: attend(w, splits=-4), "splits", "-4"),
     case("splits float", lambda w: attend(w, splits=1.5), "splits", "1.5"),
@@ -376,12 +379,14 @@ PAGES = [
     case("append codes", lambda w: kv.append_codes(w.ring.pages, *codes(2), [0, 1]), "3 numbers", "[0, 1]"),
     case(
         "compiled starts",
-        lambda w: library.append(w.ring.pages, *tokens(2), [0, 1, 2], None),
+        lambda w: torch_ops.append(w.ring.pages, *tokens(2), [0, 1, 2], None),
         *("torch.compile", "starts must be a tensor", "list"),
     ),
     case(
         "compiled ends",
-        lambda w: library.attend(queries(2), w.ring.pages, None, kv.Scoring(), [1, 2], None, None, "fast", None, None),
+        lambda w: torch_ops.attend(
+            queries(2), w.ring.pages, None, kv.Scoring(), [1, 2], None, None, "fast", None, None
+        ),
         *("torch.compile", "ends must be a tensor", "list"),
     ),
 ]
@@ -411,7 +416,7 @@ def grow_codes(keys: kv.Codes | None = None, values: kv.Codes | None = None):
     return call
 
 
-NAMES = ("paged", "contiguous", "ring", "exact")
+NAMES = ("paged", "contiguous", "ring", "uncompressed")
 K2, V2 = tokens(2)
 CK2, CV2 = codes(2)
 CACHES = [
@@ -458,17 +463,17 @@ CACHES = [
             (
                 "scoring first",
                 lambda c: c.attend(queries(2), None, kv.Scoring(window=4, first=1)),
-                ("first, recent or exact",),
+                ("first, recent or uncompressed",),
             ),
             (
                 "scoring recent",
                 lambda c: c.attend(queries(2), None, kv.Scoring(window=4, recent=1)),
-                ("own exact tokens",),
+                ("own uncompressed tokens",),
             ),
             (
-                "scoring exact",
-                lambda c: c.step(queries(2), K2, V2, None, kv.Scoring(window=4, exact=True)),
-                ("own exact tokens",),
+                "scoring uncompressed",
+                lambda c: c.step(queries(2), K2, V2, None, kv.Scoring(window=4, only_uncompressed=True)),
+                ("own uncompressed tokens",),
             ),
             ("step q", lambda c: c.step(queries(3), K2, V2), ("as many queries as keys", "3 and 2")),
             ("step q dim", lambda c: c.step(ramp(2, 4, 17), K2, V2), ("[tokens, heads, 16]", "[2, 4, 17]")),
@@ -478,9 +483,9 @@ CACHES = [
             ("step splits", lambda c: c.step(queries(2), K2, V2, splits=-1), ("splits", "-1")),
             ("step sinks", lambda c: c.step(queries(2), K2, V2, sink_logits=ramp(4, 1)), ("[4]", "[4, 1]")),
             (
-                "step balance",
-                lambda c: c.step(queries(2), K2, V2, balance=ramp(2, 8)),
-                ("balance must be [2, 16]", "[2, 8]"),
+                "step key_scale",
+                lambda c: c.step(queries(2), K2, V2, key_scale=ramp(2, 8)),
+                ("key_scale must be [2, 16]", "[2, 8]"),
             ),
             ("step grad", lambda c: c.step(queries(2), with_grad(K2), V2), ("k requires grad",)),
             ("truncate seq", lambda c: c.truncate(2, 0), ("sequences 0 … 1", "got 2")),
@@ -517,7 +522,13 @@ CACHES = [
             ("decode", lambda c: c.decode(3), ("sequences 0 … 1", "got 3")),
         )
     ),
-    case("codes with exact tokens", lambda w: w.exact.append_codes(*codes(2)), "codes", "exact tokens", "vectors"),
+    case(
+        "codes with uncompressed tokens",
+        lambda w: w.uncompressed.append_codes(*codes(2)),
+        "codes",
+        "uncompressed tokens",
+        "vectors",
+    ),
     case("codes rows", grow_codes(CK2._replace(data=CK2.data[..., :-1])), "keys data", "[n, kv_heads, 8]", "[2, 2, 7]"),
     case("codes scale", grow_codes(None, CV2._replace(scale=None)), "values scale", "float16 [2, 2]", "none"),
     case("codes heads", grow_codes(kv.encode(ramp(2, 3, 16), FORMAT.key)), "keys must have 2 KV heads", "got 3"),
@@ -546,15 +557,22 @@ CACHES = [
         error=kv.CapacityError,
     ),
     case("rollback", lambda w: w.ring.truncate(0, 40), "60 tokens", "by 2", "to 40", error=kv.CapacityError),
-    case("exact rollback", lambda w: w.exact.truncate(0, 20), "120 tokens", "by 3", "to 20", error=kv.CapacityError),
+    case(
+        "uncompressed rollback",
+        lambda w: w.uncompressed.truncate(0, 20),
+        "120 tokens",
+        "by 3",
+        "to 20",
+        error=kv.CapacityError,
+    ),
     case(
         "ring reach",
         lambda w: w.ring.attend(queries(20), [0, 20, 20]),
         *("20 queries of sequence 0", "no longer held", "at most 4 queries", "step"),
     ),
     case(
-        "exact reach",
-        lambda w: w.exact.attend(queries(50), [0, 50, 50]),
+        "uncompressed reach",
+        lambda w: w.uncompressed.attend(queries(50), [0, 50, 50]),
         *("50 queries of sequence 0", "no longer held", "at most 16 queries", "step"),
     ),
     case("ring without window", lambda w: w.ring.attend(queries(2), None, kv.Scoring()), "window of 10", "None"),
@@ -620,10 +638,24 @@ MAKING = [
     case("paged max_tokens", lambda w: kv.KVCache.paged(w.pool, 1, 0), "max_tokens", "at least 1", "0"),
     case("paged growable", lambda w: kv.KVCache.paged(w.ring.pool, 1), "pool of fixed size"),
     case("paged backend", lambda w: kv.KVCache.paged(w.pool, 1, backend="gpu"), "backend", "reference", "'gpu'"),
-    case("exact first", make_contiguous(exact=kv.Exact(first=-1)), "first", "at least 0", "-1"),
-    case("exact recent", make_contiguous(exact=kv.Exact(recent=1.5)), "recent", "whole number", "1.5"),
-    case("exact rollback", make_ring(exact=kv.Exact(recent=2, rollback=-1)), "rollback", "at least 0", "-1"),
-    case("exact dtype", make_ring(exact=kv.Exact(recent=2, dtype=torch.float64)), "f32", "float64"),
+    case("uncompressed first", make_contiguous(uncompressed=kv.Uncompressed(first=-1)), "first", "at least 0", "-1"),
+    case(
+        "uncompressed recent",
+        make_contiguous(uncompressed=kv.Uncompressed(recent=1.5)),
+        "recent",
+        "whole number",
+        "1.5",
+    ),
+    case(
+        "uncompressed rollback",
+        make_ring(uncompressed=kv.Uncompressed(recent=2, rollback=-1)),
+        "rollback",
+        "at least 0",
+        "-1",
+    ),
+    case(
+        "uncompressed dtype", make_ring(uncompressed=kv.Uncompressed(recent=2, dtype=torch.float64)), "f32", "float64"
+    ),
     case("format text", make_contiguous(format="k4v4"), "format must be a Format", "'k4v4'"),
     case("ring format", make_ring(format="k4v4"), "format must be a Format", "'k4v4'"),
     case("pool format", make_pool(format=FORMAT.key), "format must be a Format", "Codec"),
@@ -632,9 +664,15 @@ MAKING = [
     case("ring window bool", make_ring(window=True), "window", "whole number", "True"),
     case("key offset list", make_contiguous(key_offset=[0.0]), "key_offset must be a Tensor", "[0.0]"),
     case("paged pool", lambda w: kv.KVCache.paged(FORMAT, 1), "pool must be a PagePool", "Format"),
-    case("exact number", make_contiguous(exact=4), "exact must be an Exact", "got 4"),
-    case("exact tuple", make_ring(exact=(1, 1)), "exact must be an Exact", "(1, 1)"),
-    case("exact bool", lambda w: kv.KVCache.paged(w.pool, 1, exact=kv.Exact(True)), "first", "whole number", "True"),
+    case("uncompressed number", make_contiguous(uncompressed=4), "uncompressed must be an Uncompressed", "got 4"),
+    case("uncompressed tuple", make_ring(uncompressed=(1, 1)), "uncompressed must be an Uncompressed", "(1, 1)"),
+    case(
+        "uncompressed bool",
+        lambda w: kv.KVCache.paged(w.pool, 1, uncompressed=kv.Uncompressed(True)),
+        "first",
+        "whole number",
+        "True",
+    ),
     case("why_not", lambda w: kv.why_not("gpu"), "backend", "reference", "'gpu'"),
     case("why_not format", lambda w: kv.why_not("native", "k99v99"), "format must be a Format", "'k99v99'"),
     case("table kind", lambda w: kv.Codec.key(64, 2, table=5), "level table", "lloyd-max", "5"),
@@ -771,7 +809,7 @@ def test_an_append_that_does_not_fit_is_reported_by_the_next_call(world):
     cache = world.paged
     cache.free(1)
     cache.reserve([0, 0])
-    n = sum(page >= 0 for page in cache._table.rows[0]) * 8 - 9
+    n = sum(page >= 0 for page in cache.page_table.rows[0]) * 8 - 9
     kv.append(cache.pages, *tokens(n + 1), [0, n, n + 1])
     assert cache.pages.lengths.tolist() == [9 + n, 0]
     assert cache.pages.overflow.tolist() == [1]
@@ -817,10 +855,10 @@ def test_whole_numbers_of_any_kind_are_plain_ones_inside(world, number):
     assert type(scoring.window) is int
     heads, options = number(KV_HEADS), {"chunk": number(4), "rollback": number(2)}
     ring = kv.KVCache.ring(FORMAT, number(2), heads, number(8), number(1), **options)
-    exact = kv.Exact(number(2), number(3), torch.float32, number(4))
-    contiguous = kv.KVCache.contiguous(FORMAT, number(2), heads, number(9), exact=exact)
+    uncompressed = kv.Uncompressed(number(2), number(3), torch.float32, number(4))
+    contiguous = kv.KVCache.contiguous(FORMAT, number(2), heads, number(9), uncompressed=uncompressed)
     paged = kv.KVCache.paged(kv.PagePool(FORMAT, number(8), number(8), heads), number(2), number(16))
-    assert {type(x) for x in (*ring._table.kept, *contiguous.exact[:2])} == {int}
+    assert {type(x) for x in (*ring.page_table.kept, *contiguous.uncompressed[:2])} == {int}
     assert kv.attend_workspace(paged.pages, number(2), heads, splits=number(3)) >= 0
     plain = kv.KVCache.contiguous(FORMAT, number(2), heads, backend="reference")
     for cache in (ring, contiguous, paged, plain):

@@ -1,18 +1,18 @@
 """aurakv: a KV cache at 2-8 bits per coordinate, and attention computed directly on its packed codes."""
 
-from . import library  # noqa: F401  registers torch.ops.aurakv
+from .attention import torch_ops  # noqa: F401  registers torch.ops.aurakv
+from .attention.ops import append, append_codes, attend, attend_dense, attend_workspace, decode, encode, scores, values
+from .attention.partial import Partial, merge, sink
+from .attention.scoring import Scoring
 from .backends import why_not
-from .cache import KVCache
-from .codec import Codec, Codes, Format
 from .errors import AuraError, BackendError, CapacityError, FileError, InputError, PeerError
-from .exact import Exact
-from .files import load, save
-from .ops import append, append_codes, attend, attend_dense, attend_workspace, decode, encode, scores, values
-from .pages import Pages
+from .format.codec import Codec, Codes, Format
 from .parallel import ShardedCache, all_merge, load_shards, receive, save_shards, send
-from .partial import Partial, merge, sink
-from .pool import PagePool
-from .scoring import Scoring
+from .storage.cache import KVCache
+from .storage.files import load, save
+from .storage.pages import Pages
+from .storage.pool import PagePool
+from .storage.uncompressed import Uncompressed
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,6 @@ __all__ = [
     "CapacityError",
     "Codec",
     "Codes",
-    "Exact",
     "FileError",
     "Format",
     "InputError",
@@ -33,6 +32,7 @@ __all__ = [
     "PeerError",
     "Scoring",
     "ShardedCache",
+    "Uncompressed",
     "all_merge",
     "append",
     "append_codes",

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .arguments import index, instance, shown, whole
-from .codec import Codec, Codes
+from .attention.scoring import Scoring
 from .errors import InputError
-from .pages import Pages
-from .scoring import Scoring
+from .format.codec import Codec, Codes
+from .storage.pages import Pages
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-PRECISIONS = ("fast", "exact")
+PRECISIONS = ("fast", "float32")
 
 Starts = Sequence[int] | Tensor | None
 
@@ -57,7 +57,7 @@ def reach(pages: Pages, scoring: Scoring) -> None:
     """A ring holds a window and its pinned pages; what a scoring may see beyond them is overwritten."""
     if not pages.ring:
         return
-    back, front = (scoring.recent, scoring.first) if scoring.exact else (scoring.window, scoring.sinks)
+    back, front = (scoring.recent, scoring.first) if scoring.only_uncompressed else (scoring.window, scoring.sinks)
     pinned = pages.pinned * pages.page_size
     if back is None or back > pages.wrap or front > pinned:
         raise InputError(
@@ -157,10 +157,10 @@ def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
     return torch.tensor(positions, dtype=torch.int32, device=lengths.device)
 
 
-def balance(x: Tensor, pages: Pages) -> None:
-    floating("balance", x, pages.data.device)
+def key_scale(x: Tensor, pages: Pages) -> None:
+    floating("key_scale", x, pages.data.device)
     if x.shape != (pages.kv_heads, pages.format.key.dim):
-        raise InputError(f"balance must be [{pages.kv_heads}, {pages.format.key.dim}], got {list(x.shape)}")
+        raise InputError(f"key_scale must be [{pages.kv_heads}, {pages.format.key.dim}], got {list(x.shape)}")
 
 
 def reserve(tokens: int | Sequence[int], seqs: int) -> list[int]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import instance
-from ..codec import Codec, Codes, Format
+from ..attention.partial import Partial
+from ..attention.scoring import Scoring
 from ..errors import BackendError, InputError
-from ..pages import Pages
-from ..partial import Partial
-from ..scoring import Scoring
+from ..format.codec import Codec, Codes, Format
+from ..storage.pages import Pages
 
 
 class Backend(Protocol):

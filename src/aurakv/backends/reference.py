@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..codec import Codec, Codes, Format
-from ..packing import pack, unpack
-from ..pages import Pages
-from ..partial import Partial, merge, sink
-from ..scoring import Scoring
+from ..attention.partial import Partial, merge, sink
+from ..attention.scoring import Scoring
+from ..format.codec import Codec, Codes, Format
+from ..format.packing import pack, unpack
+from ..storage.pages import Pages
 
 name = "reference"
 fast_error = 0.0

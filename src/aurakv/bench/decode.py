@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..cache import KVCache
-from ..codec import Format
+from ..attention.ops import attend, encode
 from ..errors import AuraError
-from ..ops import attend, encode
-from ..pages import Pages
-from ..pool import PagePool
+from ..format.codec import Format
+from ..storage.cache import KVCache
+from ..storage.pages import Pages
+from ..storage.pool import PagePool
 from .timing import Call, Timer
 
 T = TypeVar("T")

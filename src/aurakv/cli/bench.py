@@ -10,8 +10,8 @@ import torch
 
 from ..bench import bandwidth, decode, machine, plot
 from ..bench.timing import timer_for
-from ..codec import Format
 from ..errors import InputError
+from ..format.codec import Format
 from . import frame, loading
 
 TOKENS = {"cpu": [1024, 4096, 16384, 65536], "cuda": [2048, 8192, 32768, 131072]}

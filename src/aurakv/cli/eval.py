@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench import machine
+from ..calibration.policy import Policy, shipped
 from ..errors import InputError
-from ..policy import Policy, shipped
 from . import eval_plot, frame, loading
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add(subparsers: Any) -> None:
         "For each format: perplexity, mean KL divergence from the uncompressed model in nats, how often both\n"
         "find the same token most likely, bytes per token counted from the tensors held, and how many tokens were\n"
         "read from codes. A format is a name such as k4v4, a policy (its name or .json file), or plain:k4v4: codes\n"
-        "alone, without exact tokens and centred keys.",
+        "alone, without uncompressed tokens and calibrated keys.",
         [
             "aurakv eval",
             "aurakv eval --text report.txt --tokens 4K --formats k8v4,k4v4,plain:k4v4 --plot quality.png",
@@ -126,7 +126,7 @@ def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], 
     elif name in rivals.names():
         make = lambda: rivals.make(name, config)  # noqa: E731
     elif name.startswith(PLAIN):
-        make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0, centre=False)  # noqa: E731
+        make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0, calibrate=False)  # noqa: E731
     else:
         make = lambda: AuraCache(config, name)  # noqa: E731
     make()

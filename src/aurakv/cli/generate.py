@@ -120,8 +120,8 @@ class Chat:
         """An empty cache; the turns remain."""
         from ..hf.choose import choose
 
-        exact = {"first": self.args.first, "recent": self.args.recent}
-        given = {name: number for name, number in exact.items() if number is not None}
+        uncompressed = {"first": self.args.first, "recent": self.args.recent}
+        given = {name: number for name, number in uncompressed.items() if number is not None}
         self.cache = choose(self.loaded.model, self.args.format, **given)
         self.read: list[int] = []  # the tokens in the cache
 

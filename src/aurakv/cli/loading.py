@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import models
-from ..codec import DTYPES
 from ..errors import InputError
+from ..format.codec import DTYPES
 from . import frame
 
 DEFAULT = "SmolLM2-135M-Instruct"

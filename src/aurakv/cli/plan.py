@@ -9,11 +9,11 @@ import torch
 
 from .. import models
 from ..bench import bandwidth, machine
-from ..codec import DTYPE_NAMES, DTYPES, Format
+from ..calibration.policy import FIRST, ROLLBACK, Policy, format_of
 from ..errors import InputError
-from ..exact import Exact
-from ..policy import FIRST, ROLLBACK, Policy, format_of
-from ..table import MAX_LENGTH, Kept, round_up
+from ..format.codec import DTYPE_NAMES, DTYPES, Format
+from ..storage.page_table import MAX_LENGTH, Kept, round_up
+from ..storage.uncompressed import Uncompressed
 from . import frame
 
 FORMATS = ["k16v16", "k8v8", "k8v4", "k6v4", "k4v4", "k3v3", "k2v2"]
@@ -33,12 +33,14 @@ class Layer(NamedTuple):
         pages = min(Kept.of(self.window, rollback=ROLLBACK).width(64), -(-tokens // 64))
         return format.layout(64).bytes * self.kv_heads * pages
 
-    def exact(self, exact: Exact, tokens: int) -> int:
+    def uncompressed(self, uncompressed: Uncompressed, tokens: int) -> int:
         """Bytes of the tokens that lie there uncompressed, too."""
-        rows = exact.page_size(min(tokens, exact.first)) if exact.first else 0
-        if exact.recent:
-            rows = 16 * min(Kept(exact.recent, exact.first, 16, exact.rollback).width(16), -(-tokens // 16))
-        return rows * sum(self.head_dim) * exact.dtype.itemsize * self.kv_heads
+        rows = uncompressed.page_size(min(tokens, uncompressed.first)) if uncompressed.first else 0
+        if uncompressed.recent:
+            rows = 16 * min(
+                Kept(uncompressed.recent, uncompressed.first, 16, uncompressed.rollback).width(16), -(-tokens // 16)
+            )
+        return rows * sum(self.head_dim) * uncompressed.dtype.itemsize * self.kv_heads
 
     def read(self, format: Format, tokens: int) -> int:
         """Bytes that the attention of one new token reads."""
@@ -132,14 +134,14 @@ def run(args: argparse.Namespace) -> None:
 def _row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dict[str, Any]:
     names, first, recent = _formats(model, name)
     pairs = [(layer, format_of(x, layer.head_dim, model.dtype)) for layer, x in zip(model.layers, names, strict=True)]
-    exact = Exact(first, recent, model.dtype, ROLLBACK)
+    kept = Uncompressed(first, recent, model.dtype, ROLLBACK)
     coded = [layer for layer, format in pairs if format.key.coded or format.value.coded]
 
     def held(count: int) -> int:
         codes = sum(layer.held(format, count) for layer, format in pairs)
-        return codes + sum(layer.exact(exact, count) for layer in coded)
+        return codes + sum(layer.uncompressed(kept, count) for layer in coded)
 
-    uncompressed = sum(
+    without = sum(
         sum(layer.head_dim) * layer.kv_heads * model.dtype.itemsize * min(tokens, layer.window or tokens)
         for layer in model.layers
     )
@@ -148,7 +150,7 @@ def _row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dic
         "format": name,
         "bytes_per_token": sum(f.bytes_per_token * layer.kv_heads for layer, f in pairs if layer.window is None),
         "bytes_per_sequence": held(tokens),
-        "smaller": uncompressed / held(tokens),
+        "smaller": without / held(tokens),
         "tokens": _most(held, memory),
         "sequences": memory // held(tokens),
         "read_per_step": read,
@@ -157,7 +159,7 @@ def _row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dic
 
 
 def _formats(model: Model, name: str) -> tuple[list[str], int, int]:
-    """The format of each layer, and how many first and recent tokens are exact: of a policy or of one format."""
+    """The format of each layer, and how many first and recent tokens are uncompressed: of a policy or of one format."""
     policy = Policy.find(name)
     if policy is None:
         return [name] * len(model.layers), FIRST, 0

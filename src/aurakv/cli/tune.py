@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..codec import Format
+from ..calibration.policy import FIRST, Policy
 from ..errors import InputError
-from ..policy import FIRST, Policy
+from ..format.codec import Format
 from . import frame, loading
 
 
@@ -20,7 +20,7 @@ def add(subparsers: Any) -> None:
         "tune",
         run,
         "choose the format of every layer of a model",
-        "The model reads a text. Each layer gets the key offset and balance that fit its keys and queries, then its\n"
+        "The model reads a text. Each layer gets the key offset and key_scale that fit its keys and queries, then its\n"
         "keys and its values are compressed alone and the KL divergence from the uncompressed model is measured.\n"
         "Bits go where they lower it most, for the size of one format (--size) or up to a summed KL divergence\n"
         "(--kl). With --rounds, widths nearby are then measured in the whole and chosen again. The result is checked\n"
@@ -37,7 +37,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="a text (default two chapters of Alice in Wonderland)"
     )
-    parser.add_argument("--tokens", type=frame.tokens, default=4096, help="for offsets and balances (default 4096)")
+    parser.add_argument("--tokens", type=frame.tokens, default=4096, help="for offsets and key scales (default 4096)")
     parser.add_argument("--probe", type=frame.tokens, default=512, help="for measuring layers (default 512)")
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--size", default="k4v4", metavar="FORMAT", help="no larger than this format (default k4v4)")
@@ -54,7 +54,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from .. import tune
+    from ..calibration import tune
     from ..evaluation import measure, texts
     from ..evaluation.results import Results
     from ..hf import AuraCache
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     check = ids[:, -min(ids.shape[1], 2 * args.probe) :]  # the end of the text, which the layers were not measured on
     caches = {
         str(args.out): lambda: AuraCache(config, policy),
-        f"plain {size}": lambda: AuraCache(config, size.name, first=0, centre=False),
+        f"plain {size}": lambda: AuraCache(config, size.name, first=0, calibrate=False),
     }
     with screen.progress("the whole"):
         rows = measure.compare(loaded.model, check, caches)[1:]
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _budget(args: argparse.Namespace, size: Format, policy: Policy, model: Any) -> float:
     """Bytes per token and KV head of all layers that formats may take; with --kl nothing depends on it."""
-    from .. import tune
+    from ..calibration import tune
 
     shares, percent = tune.shares(model.config, args.context), args.percent or 0.0
     budget = sum(shares) * size.bytes_per_token * (1 + percent / 100)
@@ -123,8 +123,9 @@ def _budget(args: argparse.Namespace, size: Format, policy: Policy, model: Any) 
     least = tune.smallest(shares, policy.head_dim)
     if args.kl is None and budget < least:
         raise InputError(
-            f"beside exact tokens, offsets and balances, --size {size} and --percent {percent:g} leave {budget:.1f}"
-            f" bytes per token and KV head, and the smallest formats take {least:.1f}: raise --percent or --size"
+            f"beside uncompressed tokens, offsets and key scales, --size {size} and --percent {percent:g} leave"
+            f" {budget:.1f} bytes per token and KV head, and the smallest formats take {least:.1f}:"
+            f" raise --percent or --size"
         )
     return budget
 

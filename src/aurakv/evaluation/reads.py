@@ -40,7 +40,7 @@ def _aura_reads(cache: AuraCache, start: int, stop: int) -> Reads:
         total += int(seen.sum())
         if not held.format.key.coded:
             continue
-        first, recent = held.exact.first, held.exact.recent
+        first, recent = held.uncompressed.first, held.uncompressed.recent
         middle = torch.maximum(oldest, torch.tensor(first))  # keys from here up to query − recent come from codes
         coded += int((query - recent - middle + 1).clamp(min=0).sum())
         tokens.append(max(0, stop - first - recent) if recent < (layer.window or stop) else 0)

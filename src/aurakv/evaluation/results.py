@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calibration.policy import Policy
 from ..errors import FileError
-from ..policy import Policy
 
 KIND, VERSION = "aurakv-evaluation", 1
 MARKS = ("weights", "policy")  # in keys: what a name stands for. Rows of earlier versions have none

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache
 
-from ..codebook import boundaries, lloyd_max
 from ..errors import InputError
-from ..rotation import hadamard
+from ..format.levels import boundaries, lloyd_max
+from ..format.rotation import hadamard
 from .reads import Reads
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..calibrate import ENOUGH, SINKS
+from ..calibration.statistics import ENOUGH, SINKS
 
 NEEDED = ENOUGH + SINKS  # tokens of a sequence, from which on it is compressed
 

@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 
 from .. import backends, checks
 from ..arguments import whole
+from ..calibration.policy import FIRST, ROLLBACK, LayerPolicy, Policy, format_of
 from ..errors import InputError
-from ..policy import FIRST, ROLLBACK, LayerPolicy, Policy, format_of
 from .attention import NAME, register
 from .layer import AuraLayer
 from .shared import Options, Shared
@@ -33,8 +33,8 @@ class AuraCache(Cache):  # type: ignore[misc]
         uncompressed, in the dtype of the model.
     first, recent: so many first tokens of a sequence, and tokens before each query, are used uncompressed; by default
         what the policy says, without one 4 and 0.
-    centre: without a policy, the first 68 tokens or more give each layer its key offset and balance, which stay until
-        `reset`; a shorter prompt stays uncompressed until more has come. A policy brings its own.
+    calibrate: without a policy, the first 68 tokens or more give each layer its key offset and key scale, which stay
+        until `reset`; a shorter prompt stays uncompressed until more has come. A policy brings its own.
     rollback: how many tokens can be cropped where only a window is kept.
     """
 
@@ -46,7 +46,7 @@ class AuraCache(Cache):  # type: ignore[misc]
         layers: Mapping[int, str] | None = None,
         first: int | None = None,
         recent: int | None = None,
-        centre: bool = True,
+        calibrate: bool = True,
         rollback: int = ROLLBACK,
         backend: str | None = None,
         precision: str = "fast",
@@ -64,7 +64,7 @@ class AuraCache(Cache):  # type: ignore[misc]
             _policies((AUTO_FORMAT if auto else format) if policy is None else policy, layers or {}, config)
         )
         self._shared = Shared()
-        options = Options(first, recent, rollback, centre and policy is None, auto, backend, precision)
+        options = Options(first, recent, rollback, calibrate and policy is None, auto, backend, precision)
         turned = {sliding: turns(config, sliding) for sliding in (False, True)}
         made: list[Any] = []
         for slot in planned:

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..balance import balanced_keys
-from ..cache import KVCache
-from ..calibrate import ENOUGH, Check, Turns, measured
-from ..codec import Codec, Format
+from ..attention.ops import decode, encode
+from ..attention.scoring import Scoring
+from ..calibration.key_scale import scaled_keys
+from ..calibration.policy import LayerPolicy
+from ..calibration.statistics import ENOUGH, Check, Turns, measured
 from ..errors import InputError
-from ..exact import Exact
-from ..ops import decode, encode
-from ..policy import LayerPolicy
-from ..scoring import Scoring
+from ..format.codec import Codec, Format
+from ..storage.cache import KVCache
+from ..storage.uncompressed import Uncompressed
 from .beginning import NEEDED, Beginning
 from .columns import Columns
 from .handles import Handle, Step
@@ -58,7 +58,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         self.policy, self.window, self.turns, self.options, self.shared = policy, window, turns, options, shared
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
-        self.balance: Tensor | None = None  # [kv_heads, dim]: keys are multiplied, queries divided by it
+        self.key_scale: Tensor | None = None  # [kv_heads, dim]: keys are multiplied, queries divided by it
         self.columns = Columns(0)
         self.beginning: Beginning | None = None  # what came so far, while keys are still to be looked at
         self.pending: Step | None = None
@@ -101,7 +101,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def _measures(self) -> bool:
         """Whether the first tokens have a say in how they are stored."""
-        return self.options.centre or self.options.widen
+        return self.options.calibrate or self.options.widen
 
     def _begin(self, new: Beginning, scoring: Scoring | None) -> KVCache:
         """A cache for what is to come, of which `new` are the first tokens."""
@@ -115,7 +115,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         policy, dim = self.policy, begun.k.shape[3]
         if not Format.parse(policy.format, (dim, begun.v.shape[3])).key.coded:
             return policy
-        if self.options.centre:
+        if self.options.calibrate:
             turns = self.turns if self.turns is not None and self.turns.dim == dim else None
             policy = measured(policy.format, begun.k, begun.q, begun.real, turns)
         return self._guarded(policy, begun, scoring)
@@ -127,10 +127,10 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         first, recent, rollback, _, _, backend, _ = self.options
         dtype = torch.float32 if k.dtype == torch.float64 else k.dtype  # the widest that is stored
         format = Format.parse(policy.format, (key_dim, v.shape[3]), dtype)
-        exact = None
+        uncompressed = None
         if (first or recent) and (format.key.coded or format.value.coded):
-            exact = Exact(first, recent, dtype, rollback)
-        options: dict[str, Any] = {"device": k.device, "exact": exact, "backend": backend}
+            uncompressed = Uncompressed(first, recent, dtype, rollback)
+        options: dict[str, Any] = {"device": k.device, "uncompressed": uncompressed, "backend": backend}
         for name in ("key_offset", "value_offset"):
             offset = getattr(policy, name)
             options[name] = None if offset is None else offset.to(k.device)
@@ -138,7 +138,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             self.cache = KVCache.contiguous(format, seqs, kv_heads, **options)
         else:
             self.cache = KVCache.ring(format, seqs, kv_heads, self.window, rollback=rollback, **options)
-        self.balance = None if policy.balance is None else policy.balance.to(k.device)
+        self.key_scale = None if policy.key_scale is None else policy.key_scale.to(k.device)
         self.dtype, self.device, self.is_initialized = k.dtype, k.device, True
         return self.cache
 
@@ -157,7 +157,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             return cache
         cache = self._make(policy, begun)
         k, v, starts = stored.rows()
-        cache.append(balanced_keys(k, self.balance), v, starts)
+        cache.append(scaled_keys(k, self.key_scale), v, starts)
         return cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Any]:
@@ -181,7 +181,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.cache, self.columns, self.pending, self.is_initialized = None, Columns(0), None, False
-        self.balance = self.beginning = None
+        self.key_scale = self.beginning = None
         self.shared.forget(self)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -237,9 +237,9 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     def bytes_held(self) -> int:
         if self.cache is None:
             return 0
-        balance = 0 if self.balance is None else self.balance.nbytes
+        key_scale = 0 if self.key_scale is None else self.key_scale.nbytes
         beginning = 0 if self.beginning is None else self.beginning.bytes_held
-        return self.cache.bytes_held + self.columns.bytes_held + balance + beginning
+        return self.cache.bytes_held + self.columns.bytes_held + key_scale + beginning
 
     # attention
 
@@ -264,7 +264,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             cache = self._watch(Beginning.of(k, v, q, real), scoring)
         q, k, v = _rows(q), _rows(k), _rows(v)
         options: dict[str, Any] = {
-            "balance": self.balance,
+            "key_scale": self.key_scale,
             "sink_logits": sink_logits,
             "precision": self.options.precision,
         }
@@ -283,7 +283,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
     def decoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens, all of them real, and decode what the mask of another attention function spans.
 
-        Exact tokens are those of the last query.
+        Uncompressed tokens are those of the last query.
         """
         self.pending = None
         self.shared.warn()
@@ -292,7 +292,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         length, offset = self.get_mask_sizes(count)
         past = self.columns.total - offset
         pool = cache.pool
-        dtype, k = k.dtype, self._balanced(k)
+        dtype, k = k.dtype, self._scaled(k)
         dense = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
         for seq, tokens in enumerate(cache.lengths):
             last = tokens + count - 1
@@ -301,19 +301,19 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
             at = column.to(k.device)[held]
             stored = (x.to(y.dtype) for x, y in zip(cache.decode(seq, k.dtype, query=last), (k, v), strict=True))
             new = torch.arange(tokens, tokens + count, device=k.device)
-            exact = cache.exact.seen(new, last)[:, None]
+            uncompressed = cache.uncompressed.seen(new, last)[:, None]
             sides = (cache.format.key, pool.key_offset), (cache.format.value, pool.value_offset)
             for x, old, fresh, side in zip(dense, stored, (k, v), sides, strict=True):
                 x[seq, :, at] = old[held].transpose(0, 1)
-                x[seq, :, past:] = torch.where(exact, fresh[seq], _round_trip(fresh[seq], *side, cache.backend))
+                x[seq, :, past:] = torch.where(uncompressed, fresh[seq], _round_trip(fresh[seq], *side, cache.backend))
         self._append(cache, k, v)
-        return dense[0] if self.balance is None else (dense[0] / self.balance[:, None]).to(dtype), dense[1]
+        return dense[0] if self.key_scale is None else (dense[0] / self.key_scale[:, None]).to(dtype), dense[1]
 
-    def _balanced(self, k: Tensor) -> Tensor:
-        return k if self.balance is None else balanced_keys(k, self.balance[:, None])
+    def _scaled(self, k: Tensor) -> Tensor:
+        return k if self.key_scale is None else scaled_keys(k, self.key_scale[:, None])
 
     def _append(self, cache: KVCache, k: Tensor, v: Tensor) -> None:
-        """All tokens are real; keys are balanced."""
+        """All tokens are real; keys are scaled."""
         seqs, _, count, _ = k.shape
         cache.append(_rows(k), _rows(v), [seq * count for seq in range(seqs + 1)])
         self.columns.add(count, None)
@@ -323,7 +323,7 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.pending is not None:
             (k, v), self.pending = self.pending.new, None
             cache = self._ready(k, v)
-            self._append(cache, self._balanced(k), v)
+            self._append(cache, self._scaled(k), v)
 
     def _guarded(self, policy: LayerPolicy, begun: Beginning, scoring: Scoring | None) -> LayerPolicy:
         """Look at one sequence: would its keys survive? If not, they get more bits, or the user one sentence."""

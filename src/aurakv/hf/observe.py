@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..calibrate import SINKS, Moments
+from ..calibration.statistics import SINKS, Moments
 from .attention import attention, mask
 from .cache import AuraCache
 from .handles import Handle

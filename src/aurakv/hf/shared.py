@@ -22,7 +22,7 @@ class Options(NamedTuple):
     first: int
     recent: int
     rollback: int
-    centre: bool  # layers without a policy take their offset and balance from the first tokens they get
+    calibrate: bool  # layers without a policy take their offset and key_scale from the first tokens they get
     widen: bool  # keys that would be lost are stored wider; otherwise somebody is told
     backend: str | None
     precision: str

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
-from ..calibrate import Turns
+from ..calibration.statistics import Turns
 from ..errors import InputError
 
 _OURS = ("full_attention", "sliding_attention")

@@ -2,7 +2,7 @@
 
 What every query sees needs no mask and is one run of local positions, however its blocks are spread over the sequence.
 Where a mask cuts a block, the block is attended as a sequence of its own whose positions count from its beginning:
-distances between queries and keys, and so windows and exact tokens, stay what they are.
+distances between queries and keys, and so windows and uncompressed tokens, stay what they are.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..pages import Pages
-from ..partial import Partial, merge
-from ..scoring import Scoring, exact_scoring
-from ..steps import Call
-from ..table import Table
-from .share import Share, entries, seen
+from ..attention import ops
+from ..attention.partial import Partial, merge
+from ..attention.scoring import Scoring, scoring_uncompressed
+from ..storage.page_table import PageTable
+from ..storage.pages import Pages
+from ..storage.steps import Call
+from .placement import Share, entries, seen
 
 if TYPE_CHECKING:
-    from .sharded import ShardedCache
+    from .sharded_cache import ShardedCache
 
 
 class Piece(NamedTuple):
@@ -40,8 +40,8 @@ class Piece(NamedTuple):
 def attend_share(cache: ShardedCache, q: Tensor, bounds: list[int], call: Call) -> Partial:
     """q [tokens, heads, dim], the last tokens of each sequence, over what this rank holds."""
     total = _Total(q, cache.format.value.dim)
-    for table, exact in zip(cache.local._tables, (False, True), strict=False):
-        scoring = exact_scoring(call.scoring) if exact else call.scoring
+    for table, uncompressed in zip(cache.local.page_tables, (False, True), strict=False):
+        scoring = scoring_uncompressed(call.scoring) if uncompressed else call.scoring
         for wanted, pieces in _calls(cache, table, bounds, scoring):
             if whole := _whole(table, pieces, bounds):
                 rows, pages, starts = None, table.pages, bounds
@@ -67,7 +67,7 @@ def attend_share(cache: ShardedCache, q: Tensor, bounds: list[int], call: Call) 
 
 
 def _calls(
-    cache: ShardedCache, table: Table, bounds: list[int], scoring: Scoring
+    cache: ShardedCache, table: PageTable, bounds: list[int], scoring: Scoring
 ) -> Iterator[tuple[Scoring, list[Piece]]]:
     """What to attend to, grouped so that a query occurs once in a call."""
     plain = Scoring(scoring.scale, softcap=scoring.softcap, threshold=scoring.threshold)
@@ -113,7 +113,7 @@ def _moved(scoring: Scoring, base: int) -> Scoring:
     return dataclasses.replace(scoring, sinks=max(0, scoring.sinks - base), first=max(0, scoring.first - base))
 
 
-def _whole(table: Table, pieces: list[Piece], bounds: list[int]) -> bool:
+def _whole(table: PageTable, pieces: list[Piece], bounds: list[int]) -> bool:
     """Whether these pieces are all that the table holds, with all queries, so that its own pages will do."""
     if table.kept is not None:
         return False
@@ -122,7 +122,7 @@ def _whole(table: Table, pieces: list[Piece], bounds: list[int]) -> bool:
     return given == {seq: each for seq, each in wanted.items() if len(each[1])}
 
 
-def _pages(table: Table, pieces: list[Piece]) -> Pages:
+def _pages(table: PageTable, pieces: list[Piece]) -> Pages:
     """Each piece as a sequence of its own, in the pages where it lies."""
     pool = table.pool
     rows = [entries(table, piece.seq, piece.run) for piece in pieces]

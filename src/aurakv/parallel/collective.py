@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..attention.partial import Partial, merge
 from ..errors import InputError
-from ..partial import Partial, merge
 from .group import Group
 
 # A second collective costs this many bytes' worth of time: about 10 µs at 50 GB/s.

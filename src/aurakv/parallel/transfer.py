@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cache import KVCache
-from ..codec import Format
 from ..errors import AuraError, CapacityError, FileError, InputError, PeerError
-from ..exact import Exact
-from ..manifest import Manifest, read_json, same_names, shown
-from ..pages import parts
-from ..table import MAX_LENGTH, Table
+from ..format.codec import Format
+from ..storage.cache import KVCache
+from ..storage.manifest import Manifest, read_json, same_names, shown
+from ..storage.page_table import MAX_LENGTH, PageTable
+from ..storage.pages import parts
+from ..storage.uncompressed import Uncompressed
 from .group import Group
 
 _MAGIC, _VERSION = 0x6175_7261_6B76, 1  # "aurakv"
@@ -47,7 +47,7 @@ def send(cache: KVCache, seq: int, dst: int, group: dist.ProcessGroup | None = N
         raise
     wire.say(text)
     _answer(wire, f"rank {dst} refused sequence {seq}")
-    for table in cache._tables:
+    for table in cache.page_tables:
         for run in _runs(table, seq):
             for page, piece in _pieces(table, run, wire.device):
                 _copy(table, seq, piece, page, out=True)
@@ -58,8 +58,8 @@ def send(cache: KVCache, seq: int, dst: int, group: dist.ProcessGroup | None = N
 def receive(cache: KVCache, seq: int, src: int, group: dist.ProcessGroup | None = None) -> int:
     """Receive what rank `src` sends into an empty sequence of a cache of the same format; its length.
 
-    Format, heads, dimensions, offsets and exact tokens must be the same, of rings also what they keep. What does not
-    fit is refused on both sides and leaves the sequence empty.
+    Format, heads, dimensions, offsets and uncompressed tokens must be the same, of rings also what they keep. What does
+    not fit is refused on both sides and leaves the sequence empty.
     """
     members = Group(group)
     members.check_peer("src", src)
@@ -76,7 +76,7 @@ def receive(cache: KVCache, seq: int, src: int, group: dist.ProcessGroup | None 
         raise
     try:
         wire.say("{}")
-        for table in cache._tables:
+        for table in cache.page_tables:
             for run in _runs(table, seq):
                 for page, piece in _pieces(table, run, wire.device):
                     wire.receive(page.data)
@@ -127,7 +127,7 @@ class _Wire:
 
 
 def _describe(cache: KVCache, seq: int) -> str:
-    table, pool = cache._table, cache.pool
+    table, pool = cache.page_table, cache.pool
     table.check_seq(seq)
     cache.sync()
     storage = "ring" if table.kept is not None else "contiguous" if table.contiguous else "paged"
@@ -138,10 +138,10 @@ def _describe(cache: KVCache, seq: int) -> str:
         storage,
         table.kept,
         table.max_width,
-        Exact() if cache._exact_table is None else cache.exact,
+        Uncompressed() if cache.uncompressed_table is None else cache.uncompressed,
         {name: _digest(offset) for name, offset in _offsets(cache).items()},
     )
-    highest = [each.highest[seq] for each in cache._tables]
+    highest = [each.highest[seq] for each in cache.page_tables]
     fields = {"version": _VERSION, "manifest": manifest.text(), "length": table.lengths[seq], "highest": highest}
     return json.dumps(fields)
 
@@ -165,7 +165,7 @@ def _parse(text: str, src: int) -> _Sent:
 
 def _compare(sent: _Sent, cache: KVCache, seq: int) -> None:
     """Refuse what is not stored here byte for byte as there."""
-    table, manifest, exact = cache._table, sent.manifest, cache._exact_table
+    table, manifest, uncompressed = cache.page_table, sent.manifest, cache.uncompressed_table
     table.check_seq(seq)
     if cache.lengths[seq]:
         raise InputError(f"sequence {seq} must be empty to receive one, got {cache.lengths[seq]} tokens")
@@ -175,14 +175,14 @@ def _compare(sent: _Sent, cache: KVCache, seq: int) -> None:
         ("format", cache.format.full_name, manifest.format.full_name),
         ("dimensions", _dims(cache.format), _dims(manifest.format)),
         ("KV heads", table.pool.kv_heads, manifest.kv_heads),
-        ("exact tokens", Exact() if exact is None else cache.exact, manifest.exact),
+        ("uncompressed tokens", Uncompressed() if uncompressed is None else cache.uncompressed, manifest.uncompressed),
         ("ring", ring, (manifest.kept, manifest.page_size) if manifest.kept is not None else (None, 0)),
         ("offsets", checksums, manifest.checksums),
-        ("tables", len(cache._tables), len(sent.highest)),
+        ("tables", len(cache.page_tables), len(sent.highest)),
     ):
         if ours != theirs:
             raise InputError(f"both caches must have the same {name}: {shown(ours)} here, got {shown(theirs)}")
-    for each, high, length in zip(cache._tables, sent.highest, _lengths(cache, sent), strict=False):
+    for each, high, length in zip(cache.page_tables, sent.highest, _lengths(cache, sent), strict=False):
         if high < length or high != each.lowered(length, high) or not each.holds_window(length, high):
             raise FileError(f"a sequence of {sent.length} tokens cannot have been {high} long")
 
@@ -190,19 +190,19 @@ def _compare(sent: _Sent, cache: KVCache, seq: int) -> None:
 def _make_room(cache: KVCache, seq: int, sent: _Sent) -> None:
     """Pages for the sequence in every table, or in none."""
     try:
-        for table, high in zip(cache._tables, sent.highest, strict=True):
+        for table, high in zip(cache.page_tables, sent.highest, strict=True):
             new = [high if each == seq else 0 for each in range(cache.seqs)]
             table.make_room([sum(new[:i]) for i in range(cache.seqs + 1)])
     except CapacityError:
         cache.free(seq)
         raise
-    for table, high, length in zip(cache._tables, sent.highest, _lengths(cache, sent), strict=False):
+    for table, high, length in zip(cache.page_tables, sent.highest, _lengths(cache, sent), strict=False):
         table.place(seq, length, high)
 
 
 def _lengths(cache: KVCache, sent: _Sent) -> tuple[int, int]:
-    """Tokens of the sequence in the table of codes and in that of exact tokens."""
-    return sent.length, cache.exact.held([sent.length])[0]
+    """Tokens of the sequence in the table of codes and in that of uncompressed tokens."""
+    return sent.length, cache.uncompressed.held([sent.length])[0]
 
 
 def _answer(wire: _Wire, what: str) -> None:
@@ -211,7 +211,7 @@ def _answer(wire: _Wire, what: str) -> None:
         raise PeerError(f"{what}: {shown(answer.get('error') if isinstance(answer, dict) else answer)}")
 
 
-def _runs(table: Table, seq: int) -> list[range]:
+def _runs(table: PageTable, seq: int) -> list[range]:
     """The positions that are held: in a ring the pinned ones and the most recent ones."""
     length = table.lengths[seq]
     if table.kept is None:
@@ -227,7 +227,7 @@ class _Page(NamedTuple):
     tokens: int
 
 
-def _pieces(table: Table, run: range, device: torch.device) -> Iterator[tuple[_Page, range]]:
+def _pieces(table: PageTable, run: range, device: torch.device) -> Iterator[tuple[_Page, range]]:
     """Pages for a run of positions, and the positions of each. Their size follows from the format on both sides."""
     format, heads = table.pool.format, table.pool.kv_heads
     per_token = format.layout(64).bytes * heads // 64 + 1
@@ -238,7 +238,7 @@ def _pieces(table: Table, run: range, device: torch.device) -> Iterator[tuple[_P
         yield _Page(data, len(piece)), piece
 
 
-def _copy(table: Table, seq: int, piece: range, page: _Page, out: bool) -> None:
+def _copy(table: PageTable, seq: int, piece: range, page: _Page, out: bool) -> None:
     """Positions of a sequence to or from a page that travels; what lies together is copied together."""
     pool = table.pool
     size = pool.page_size

@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ..attention.partial import Partial
+from ..attention.scoring import Scoring
 from ..backends import reference
-from ..codec import Codes
-from ..pages import Pages
-from ..partial import Partial
-from ..scoring import Scoring
+from ..format.codec import Codes
+from ..storage.pages import Pages
 
 
 class _Broken:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..codec import BITS
+from ..format.codec import BITS
 
 DIMS = (
     (64, 64),
@@ -56,7 +56,7 @@ class Case:
     sinks: int = 0
     softcap: float | None = None
     sink_logits: str = "none"  # none, normal, -inf, +inf
-    exact: tuple[int, int] = (0, 0)  # first, recent
+    uncompressed: tuple[int, int] = (0, 0)  # first, recent
     offset: bool = False
     threshold: float = 0.0
     splits: int | None = None
@@ -100,7 +100,7 @@ def _special() -> list[Case]:
         Case("sink-logits", sink_logits="normal"),
         Case("sink-logits-minus-inf", sink_logits="-inf", phase="decode"),
         Case("sink-logits-plus-inf", sink_logits="+inf", phase="decode"),
-        Case("sink-logits-nothing-visible", sink_logits="normal", phase="decode", exact=(0, 0), window=1),
+        Case("sink-logits-nothing-visible", sink_logits="normal", phase="decode", uncompressed=(0, 0), window=1),
         Case("ring-wraps", storage="ring", window=13, sinks=5, phase="long"),
         Case("ring-no-sinks", "k2v2", storage="ring", window=24, phase="long"),
         Case("ring-pinned-pages", storage="ring", window=10, sinks=17, phase="long", group=7),
@@ -110,13 +110,13 @@ def _special() -> list[Case]:
         Case("pages-64", "k3v3", (128, 128), storage="paged", page_size=64, phase="long"),
         Case("all-keys", causal=False, phase="extend"),
         Case("all-keys-window", causal=False, window=9, sinks=2, phase="verify", storage="paged"),
-        Case("exact-first-recent", exact=(4, 12), storage="paged"),
-        Case("exact-recent-prefill", exact=(0, 20), phase="prefill"),
-        Case("exact-first-only", exact=(6, 0), phase="verify"),
-        Case("exact-first-offset", exact=(4, 0), offset=True, storage="paged", phase="mixed", softcap=6.0),
-        Case("exact-first-ring", exact=(4, 0), storage="ring", window=11, sinks=2, phase="long", offset=True),
-        Case("exact-ring", exact=(3, 9), storage="ring", sinks=5, phase="long", sink_logits="normal"),
-        Case("exact-cap-logits-offset", exact=(2, 7), softcap=4.0, sink_logits="normal", offset=True),
+        Case("exact-first-recent", uncompressed=(4, 12), storage="paged"),
+        Case("exact-recent-prefill", uncompressed=(0, 20), phase="prefill"),
+        Case("exact-first-only", uncompressed=(6, 0), phase="verify"),
+        Case("exact-first-offset", uncompressed=(4, 0), offset=True, storage="paged", phase="mixed", softcap=6.0),
+        Case("exact-first-ring", uncompressed=(4, 0), storage="ring", window=11, sinks=2, phase="long", offset=True),
+        Case("exact-ring", uncompressed=(3, 9), storage="ring", sinks=5, phase="long", sink_logits="normal"),
+        Case("exact-cap-logits-offset", uncompressed=(2, 7), softcap=4.0, sink_logits="normal", offset=True),
         Case("offset", offset=True),
         Case("offset-5-bits", "k5v5", (80, 80), offset=True, storage="ring", sinks=2),
         Case("splits-1", splits=1, phase="long"),
@@ -158,7 +158,7 @@ _DOMAIN: dict[str, tuple[Any, ...]] = {
     "mask": ((True, None, 0), (True, 12, 0), (True, 24, 5), (False, None, 0), (False, 20, 3)),
     "softcap": (None, 6.0),
     "sink_logits": ("none", "normal"),
-    "exact": ((0, 0), (4, 12), (0, 9)),
+    "uncompressed": ((0, 0), (4, 12), (0, 9)),
     "offset": (False, True),
     "splits": (None, 3),
     "damage": ("none", "key", "value"),

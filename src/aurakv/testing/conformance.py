@@ -10,15 +10,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .. import backends, ops, pages, pool
+from .. import backends
+from ..attention import ops
+from ..attention.partial import Partial
+from ..attention.scoring import Scoring
 from ..backends import reference
-from ..cache import KVCache
-from ..codec import Codec, Codes, Format
-from ..exact import Exact
-from ..packing import unpack
-from ..partial import Partial
-from ..pool import PagePool
-from ..scoring import Scoring
+from ..format.codec import Codec, Codes, Format
+from ..format.packing import unpack
+from ..storage import pages, pool
+from ..storage.cache import KVCache
+from ..storage.pool import PagePool
+from ..storage.uncompressed import Uncompressed
 from .cases import PHASES, Case
 from .oracle import Answer, History, Rule, attention
 
@@ -52,7 +54,13 @@ class _Run:
         self.steps = PHASES[case.phase]
         self.cache = self._make_cache()
         self.rule = Rule(
-            case.dims[0] ** -0.5, case.causal, case.window, case.sinks, case.softcap, case.exact[0], case.exact[1]
+            case.dims[0] ** -0.5,
+            case.causal,
+            case.window,
+            case.sinks,
+            case.softcap,
+            case.uncompressed[0],
+            case.uncompressed[1],
         )
         self.logits = self._make_logits()
         empty = [torch.zeros(0, case.kv_heads, d, dtype=torch.float64) for d in case.dims]
@@ -82,20 +90,21 @@ class _Run:
 
     def _make_cache(self) -> KVCache:
         case, seqs = self.case, len(self.steps[0])
-        exact = Exact(*case.exact, dtype=case.dtype)
+        uncompressed = Uncompressed(*case.uncompressed, dtype=case.dtype)
         offsets: list[Tensor | None] = [None, None]
         if case.offset:
             offsets = [torch.randn(case.kv_heads, d, generator=self.rng).to(self.device) * 2 for d in case.dims]
         if case.storage == "contiguous":
             return KVCache.contiguous(
-                self.format, seqs, case.kv_heads, 0, self.device, exact=exact,
+                self.format, seqs, case.kv_heads, 0, self.device, uncompressed=uncompressed,
                 key_offset=offsets[0], value_offset=offsets[1], backend=self.backend,
             )  # fmt: skip
         if case.storage == "ring":
             assert case.window is not None
             return KVCache.ring(
                 self.format, seqs, case.kv_heads, case.window, case.sinks, self.device, page_size=case.page_size,
-                chunk=8, exact=exact, key_offset=offsets[0], value_offset=offsets[1], backend=self.backend,
+                chunk=8, uncompressed=uncompressed, key_offset=offsets[0], value_offset=offsets[1],
+                backend=self.backend,
             )  # fmt: skip
         tokens = max(map(sum, zip(*self.steps, strict=True)))
         paged = PagePool(
@@ -104,7 +113,7 @@ class _Run:
         )  # fmt: skip
         torch.manual_seed(1)
         paged._free = [paged._free[i] for i in torch.randperm(len(paged._free)).tolist()]  # pages in no order
-        return KVCache.paged(paged, seqs, exact=exact, backend=self.backend)
+        return KVCache.paged(paged, seqs, uncompressed=uncompressed, backend=self.backend)
 
     def _make_logits(self) -> Tensor | None:
         heads = self.case.kv_heads * self.case.group
@@ -147,10 +156,10 @@ class _Run:
                 encoded, (format.key, format.value), (held.key_offset, held.value_offset), strict=True
             )
         ]
-        exact = [x.to(self.cache.exact.dtype).double() for x in (k, v)]
+        uncompressed = [x.to(self.cache.uncompressed.dtype).double() for x in (k, v)]
         for seq, (a, b) in enumerate(itertools.pairwise(starts)):
             old = self.history[seq]
-            new = (decoded[0][a:b], decoded[1][a:b], exact[0][a:b], exact[1][a:b])
+            new = (decoded[0][a:b], decoded[1][a:b], uncompressed[0][a:b], uncompressed[1][a:b])
             self.history[seq] = History(*(torch.cat(pair) for pair in zip(old, new, strict=True)))
             self.codes[seq].append((_rows(encoded[0], slice(a, b)), _rows(encoded[1], slice(a, b))))
 

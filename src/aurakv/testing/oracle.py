@@ -25,8 +25,8 @@ class History(NamedTuple):
 
     decoded_k: Tensor
     decoded_v: Tensor
-    exact_k: Tensor
-    exact_v: Tensor
+    uncompressed_k: Tensor
+    uncompressed_v: Tensor
 
 
 class Answer(NamedTuple):
@@ -48,13 +48,15 @@ def attention(
         visible[key > query] = False
     if rule.window is not None:
         visible[(key <= query - rule.window) & (key >= rule.sinks)] = False
-    exact = key.expand(n, length) < rule.first
+    uncompressed = key.expand(n, length) < rule.first
     if rule.recent:
-        exact = exact | (key > query - rule.recent)
-    mask, use = visible.view(n, 1, 1, length), exact.view(n, 1, 1, length)
+        uncompressed = uncompressed | (key > query - rule.recent)
+    mask, use = visible.view(n, 1, 1, length), uncompressed.view(n, 1, 1, length)
     grouped = q.to(dtype).reshape(n, kv_heads, heads // kv_heads, dim)
 
-    raw, coded = (torch.einsum("nhgd,lhd->nhgl", grouped, k.to(dtype)) for k in (history.exact_k, history.decoded_k))
+    raw, coded = (
+        torch.einsum("nhgd,lhd->nhgl", grouped, k.to(dtype)) for k in (history.uncompressed_k, history.decoded_k)
+    )
     logits = torch.where(use, raw, coded) * rule.scale
     logits[~logits.isfinite()] = torch.nan
     if rule.softcap is not None:
@@ -71,7 +73,7 @@ def attention(
 
     out = torch.zeros(n, kv_heads, heads // kv_heads, value_dim, dtype=dtype)
     size = torch.zeros(n, kv_heads, heads // kv_heads, dtype=dtype)
-    for chosen, v in ((use, history.exact_v.to(dtype)), (~use, history.decoded_v.to(dtype))):
+    for chosen, v in ((use, history.uncompressed_v.to(dtype)), (~use, history.decoded_v.to(dtype))):
         bad = ~v.isfinite().all(-1)  # [length, kv_heads]
         share = torch.where(chosen, weight, 0)
         out += torch.einsum("nhgl,lhd->nhgd", share, v.nan_to_num(0.0))

@@ -30,11 +30,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
-from ..codec import Format
+from ..attention.scoring import Scoring
 from ..errors import InputError
-from ..scoring import Scoring
+from ..format.codec import Format
 from .layer import FAST_TOKENS, TOKENS, Layer, Lengths, Step
-from .plan import Plan, shard
+from .switch import Switch, shard
 
 _logger = init_logger("vllm.aurakv")
 _installed = False
@@ -65,15 +65,15 @@ def _wrap_class_method(owner: type, name: str, wrapper: Any) -> None:
 
 
 def _check_config(stock: Any, config: VllmConfig) -> None:
-    plan = Plan.parse(config.additional_config)
-    if plan is not None:
+    switch = Switch.parse(config.additional_config)
+    if switch is not None:
         reason = why_not(config)
         if reason is not None:
             raise InputError(f"aurakv cannot serve this: {reason}")
         model = config.model_config
-        plan.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
+        switch.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
-        for note in (plan.note, _slow_blocks(config)):
+        for note in (switch.note, _slow_blocks(config)):
             if note is not None:
                 _logger.warning_once(note)
     stock(config)
@@ -207,8 +207,8 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         ):
             if refused:
                 raise InputError(f"aurakv cannot serve this: {sentence}")
-        plan = Plan.parse(get_current_vllm_config().additional_config)
-        if plan is None:
+        switch = Switch.parse(get_current_vllm_config().additional_config)
+        if switch is None:
             raise InputError('the backend of aurakv needs a format: --additional-config \'{"aurakv": "k4v4"}\'')
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
@@ -216,7 +216,7 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         self.sliding_window = sliding_window
         self.sinks = sinks
         self.shares = kv_sharing_target_layer_name  # the layer whose keys and values it uses
-        self.plan = plan
+        self.switch = switch
         self.scoring = Scoring(scale=self.scale, window=sliding_window, softcap=logits_soft_cap or None)
         self.layer: Layer | None = None
 
@@ -224,7 +224,7 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         """The layer of aurakv: it depends on what the layer of vLLM knows and its implementation is not told."""
         if self.layer is None:
             name = self.shares or layer.layer_name
-            whole = self.plan.layer(extract_layer_index(name))
+            whole = self.switch.layer(extract_layer_index(name))
             ranks = get_tensor_model_parallel_world_size()
             policy = shard(whole, get_tensor_model_parallel_rank(), ranks, self.num_kv_heads)
             format = Format.parse(policy.format, (layer.head_size, layer.head_size_v), layer.dtype)

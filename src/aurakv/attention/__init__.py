@@ -1,0 +1,1 @@
+"""What is computed: which keys a query sees, partial results, the operations."""

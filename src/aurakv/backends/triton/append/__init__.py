@@ -1,0 +1,1 @@
+"""New tokens: rotate, quantise, pack and write to their slots."""

@@ -1,0 +1,266 @@
+"""Appends: vectors or codes of new tokens to the slots of a page table, and the lengths that grow by them.
+
+In: vectors as in encode_kernels, or rows of codes with their scales. side: of keys or values, the vectors, their
+strides, what changes them, rotation matrix, levels, boundaries, where codes and scales begin in a piece. pool: see
+slots.sequences_fit.
+Constexprs: K, V, WRITER (tables.Writer), SIDE (tables.Encoder); HEADS; ROWS vectors at a time, LONG see
+slots.enter_sequence; SEQS see slots.find_block; RING; OWN: each sequence has one token, of at most ROWS heads, and a
+program of its own. The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as
+slots.find_block has (LONG: of tokens, times HEADS).
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from ..common.codes import INTERPRETED
+from ..common.slots import advance_lengths, enter_sequence, no_sequence, place_rows, place_token
+from .encode import encode_rows, table_cells, whole_matrix, whole_rows
+from .encode_warp import append_alone
+
+# These vary from call to call: no kernel of its own when one of them is 1 or a multiple of 16.
+VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "blocks"]
+
+
+@triton.jit
+def prefetch_rows(p_row, m_row, SIDE: tl.constexpr):
+    """Ask for the cache lines of rows that are needed soon, without waiting."""
+    LINE: tl.constexpr = 1024 // p_row.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (SIDE.columns + LINE - 1) // LINE
+    o_line = tl.arange(0, LINES) * LINE
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+        [p_row[:, None] + o_line[None, :], (m_row[:, None] & (o_line < SIDE.dim)[None, :]).to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def append_blocks(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
+                  WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
+                  SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Keys or values of every so many-th block into the pages; whether one was refused."""
+    x, stride, change, matrix, levels, bounds, codes, scales = side
+    SIDE: tl.constexpr = WRITER.how
+    b_matrix = whole_matrix(matrix, SIDE)
+    cells = table_cells(bounds, WRITER)
+    known = no_sequence()
+    refused = tl.full([], False, tl.int1)
+    for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        known, no = enter_sequence(pool, i_block, known, HEADS, LONG, RING, SEQS, ROWS)
+        refused = refused | no
+        i_token, i_head, i_row, o_piece, m_row = place_rows(
+            pool, i_block, known, tl.arange(0, ROWS), HEADS, LONG, RING, ROWS
+        )
+        p_row = x + i_token.to(tl.int64) * stride[0] + i_head * stride[1]
+        if LONG and not INTERPRETED:
+            ahead = tl.num_programs(0) // HEADS * ROWS  # tokens to this program's next block, as a rule
+            prefetch_rows(
+                p_row + ahead.to(tl.int64) * stride[0], m_row & (i_token + ahead < pool[4]) & (stride[2] == 1), SIDE
+            )
+        p_data, p_scale = row_places(data, o_piece, i_row, page_bytes, codes, scales, BYTES, DTYPE)
+        encode_rows(
+            p_row, stride[2], change, i_head * SIDE.dim, m_row, matrix, b_matrix, levels, bounds, cells, p_data,
+            p_scale, DTYPE, WRITER,
+        )  # fmt: skip
+    return refused
+
+
+@triton.jit
+def row_places(data, o_piece, i_row, page_bytes, codes, scales, BYTES: tl.constexpr, DTYPE: tl.constexpr):
+    """Where codes and scales of rows of pieces go."""
+    p_piece = data + o_piece.to(tl.int64) * page_bytes
+    p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
+    return p_piece + codes + i_row.to(tl.int64) * BYTES, p_scale
+
+
+@triton.jit
+def append_side(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
+                WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
+                SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    if WRITER.alone:
+        x, stride, _, matrix, _, bounds, codes, scales = side
+        return append_alone(
+            x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE, WRITER, HEADS, RING,
+            SEQS,
+        )  # fmt: skip
+    else:
+        return append_blocks(side, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, LONG, RING, SEQS, ROWS)
+
+
+@triton.jit
+def ask_for(side, WRITER: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """What is read to encode the vectors of this program's token, wherever they go."""
+    x, stride, _, matrix, _, bounds, _, _ = side
+    SIDE: tl.constexpr = WRITER.how
+    o_head = tl.arange(0, ROWS)
+    p_row = x + tl.program_id(0).to(tl.int64) * stride[0] + o_head * stride[1]
+    b_rows = whole_rows(p_row, stride[2], o_head < HEADS, SIDE)
+    return p_row, b_rows, whole_matrix(matrix, SIDE), table_cells(bounds, WRITER)
+
+
+@triton.jit
+def append_token(key, value, data, page_bytes, pool, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+                 K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr,
+                 RING: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """The one token of this program's sequence; no other program needs its length.
+
+    Everything is asked for before anything waits: memory is slow, and a page is known after two loads."""
+    i_seq = tl.program_id(0)
+    old = tl.load(pool[1] + i_seq)
+    p_key, b_keys, b_key_matrix, key_cells = ask_for(key, K, HEADS, ROWS)
+    p_value, b_values, b_value_matrix, value_cells = ask_for(value, V, HEADS, ROWS)
+    i_page, i_row, fits = place_token(pool, i_seq, old, RING)
+    i_head = tl.arange(0, ROWS)
+    m_row = (i_head < HEADS) & fits
+    o_piece, i_row = i_page * HEADS + i_head, i_row + 0 * i_head
+    _, stride, change, matrix, levels, bounds, codes, scales = key
+    p_data, p_scale = row_places(data, o_piece, i_row, page_bytes, codes, scales, K_BYTES, K_DTYPE)
+    encode_rows(
+        p_key, stride[2], change, i_head * K.how.dim, m_row, matrix, b_key_matrix, levels, bounds, key_cells,
+        p_data, p_scale, K_DTYPE, K, b_keys,
+    )  # fmt: skip
+    _, stride, change, matrix, levels, bounds, codes, scales = value
+    p_data, p_scale = row_places(data, o_piece, i_row, page_bytes, codes, scales, V_BYTES, V_DTYPE)
+    encode_rows(
+        p_value, stride[2], change, i_head * V.how.dim, m_row, matrix, b_value_matrix, levels, bounds,
+        value_cells, p_data, p_scale, V_DTYPE, V, b_values,
+    )  # fmt: skip
+    tl.debug_barrier()  # all warps have read the length
+    if fits:
+        tl.store(pool[1] + i_seq, old + 1)
+    else:
+        tl.atomic_or(pool[2], 1, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=VARYING)
+def append_kernel(
+    k,
+    k_token,
+    k_head,
+    k_dim,
+    v,
+    v_token,
+    v_head,
+    v_dim,
+    key_scale,
+    key_offset,
+    value_offset,
+    key_matrix,
+    value_matrix,
+    key_levels,
+    value_levels,
+    key_bounds,
+    value_bounds,
+    data,
+    table,
+    lengths,
+    overflow,
+    starts,
+    tokens,
+    seqs,
+    pages,
+    width,
+    page_size,
+    pinned,
+    page_bytes,
+    key_codes,
+    key_scales,
+    value_codes,
+    value_scales,
+    blocks,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    K_BYTES: tl.constexpr,
+    V_BYTES: tl.constexpr,
+    K_DTYPE: tl.constexpr,
+    V_DTYPE: tl.constexpr,
+    OWN: tl.constexpr,
+    LONG: tl.constexpr,
+    RING: tl.constexpr,
+    SEQS: tl.constexpr,
+    SEQS_AT_ONCE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """k, v [tokens, heads, dim] behind their sequences: program (blocks, side), or (sequence) if OWN."""
+    pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
+    key = (k, (k_token, k_head, k_dim), (key_scale, key_offset), key_matrix, key_levels, key_bounds, key_codes,
+           key_scales)  # fmt: skip
+    value = (v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, value_codes,
+             value_scales)  # fmt: skip
+    if OWN:
+        append_token(key, value, data, page_bytes, pool, K_BYTES, V_BYTES, K_DTYPE, V_DTYPE, K, V, HEADS, RING, ROWS)
+    else:
+        if tl.program_id(1) == 0:
+            refused = append_side(
+                key, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, RING, SEQS, ROWS
+            )
+        else:
+            refused = append_side(
+                value, data, page_bytes, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, RING, SEQS, ROWS
+            )
+        advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
+
+
+@triton.jit
+def copy_rows(p_from, p_to, m_row, BYTES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of BYTES bytes, COLUMNS at a time."""
+    for c in range(0, BYTES, COLUMNS):
+        o_byte = c + tl.arange(0, COLUMNS)
+        m = m_row[:, None] & (o_byte < BYTES)[None, :]
+        tl.store(p_to[:, None] + o_byte[None, :], tl.load(p_from[:, None] + o_byte[None, :], mask=m), mask=m)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def append_codes_kernel(
+    key_data,
+    key_scale,
+    value_data,
+    value_scale,
+    data,
+    table,
+    lengths,
+    overflow,
+    starts,
+    tokens,
+    seqs,
+    pages,
+    width,
+    page_size,
+    pinned,
+    page_bytes,
+    key_codes,
+    key_scales,
+    value_codes,
+    value_scales,
+    blocks,
+    HEADS: tl.constexpr,
+    K_BYTES: tl.constexpr,
+    V_BYTES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RING: tl.constexpr,
+    SEQS: tl.constexpr,
+    SEQS_AT_ONCE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Encoded rows [tokens, heads, row_bytes] with scales [tokens, heads], contiguous, behind their sequences."""
+    pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
+    i_block = tl.program_id(0)
+    known, refused = enter_sequence(pool, i_block, no_sequence(), HEADS, False, RING, SEQS, ROWS)
+    i_token, i_head, i_row, o_piece, m_row = place_rows(
+        pool, i_block, known, tl.arange(0, ROWS), HEADS, False, RING, ROWS
+    )
+    o_source = i_token.to(tl.int64) * HEADS + i_head
+    p_piece, row = data + o_piece.to(tl.int64) * page_bytes, i_row.to(tl.int64)
+    copy_rows(key_data + o_source * K_BYTES, p_piece + key_codes + row * K_BYTES, m_row, K_BYTES, COLUMNS)
+    copy_rows(value_data + o_source * V_BYTES, p_piece + value_codes + row * V_BYTES, m_row, V_BYTES, COLUMNS)
+    if key_scale is not None:
+        p = (p_piece + key_scales).to(tl.pointer_type(key_scale.dtype.element_ty), bitcast=True)
+        tl.store(p + i_row, tl.load(key_scale + o_source, mask=m_row, other=0), mask=m_row)
+    if value_scale is not None:
+        p = (p_piece + value_scales).to(tl.pointer_type(value_scale.dtype.element_ty), bitcast=True)
+        tl.store(p + i_row, tl.load(value_scale + o_source, mask=m_row, other=0), mask=m_row)
+    advance_lengths(pool, refused, tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)

@@ -1,0 +1,206 @@
+"""Launchers of encode, append, append_codes and decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .... import checks
+from ....format.codec import Codec, Codes
+from ....storage.pages import Pages
+from ..common import specialise
+from ..common.launcher import Launch
+from ..common.target import multiprocessors
+from .encode import encode_kernel
+from .kernels import append_codes_kernel, append_kernel
+
+FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
+MANY_VECTORS = 16384
+ALONE, REGISTERS = 12, 168  # warps on their own that fit on a multiprocessor, and what they have then
+
+
+def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
+    """At most how many blocks of slots.find_block there are, whatever tokens each sequence has."""
+    return min((tokens * rows + seqs * (block - 1)) // block, tokens * -(-rows // block))
+
+
+def seqs_constant(starts: Tensor, seqs: int, tokens: int) -> int:
+    """SEQS of slots.find_block: 0 where the host knows that each sequence has one token."""
+    one_each = tokens == seqs and starts is checks.starts("starts", None, seqs, tokens, starts.device)
+    return 0 if one_each else triton.next_power_of_2(seqs)
+
+
+def constants(codec: Codec, writer: specialise.Writer, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Rotation matrix, levels and boundaries for a Writer."""
+    if not codec.coded:
+        return None, None, None
+    dtype = next(dtype for dtype, name in specialise.DTYPES.items() if name == writer.how.operand)
+    if writer.alone:
+        matrix = specialise.lane_matrix(codec, dtype, device)
+    else:
+        matrix = specialise.matrix(codec.dim, codec.seed, dtype, device)
+    return matrix, codec.level_tensor(torch.float32, device), specialise.bounds(codec, writer, device)
+
+
+def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
+    data = x.new_empty((*x.shape[:-1], codec.row_bytes), dtype=torch.uint8)
+    scale = x.new_empty(x.shape[:-1], dtype=codec.dtype) if codec.coded else None
+    flat = x.reshape(-1, *x.shape[-2:])
+    n, heads = flat.shape[0] * flat.shape[1], flat.shape[1]
+    if n:
+        how = specialise.writer(codec, x.dtype, offset is not None)
+        rows = _rows(n, how)
+        encode_kernel[(triton.cdiv(n, rows),)](
+            flat,
+            *flat.stride(),
+            offset,
+            *constants(codec, how, x.device),
+            data,
+            scale,
+            codec.row_bytes,
+            n,
+            heads,
+            specialise.DTYPES[codec.dtype],
+            how,
+            rows,
+        )
+    return Codes(data, scale)
+
+
+def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, key_scale: Tensor | None = None) -> None:
+    """key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous."""
+    if k.shape[0]:
+        prepare_append(pages, k, v, starts, key_scale)(k=k, v=v)
+
+
+def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, key_scale: Tensor | None) -> Launch:
+    """`append` of tensors like k and v, which it takes by name."""
+    tokens, key, value = k.shape[0], pages.format.key, pages.format.value
+    changed = key_scale is not None or pages.key_offset is not None, pages.value_offset is not None
+    sides = (key, k.dtype, changed[0]), (value, v.dtype, changed[1])
+    n = tokens * pages.kv_heads
+    k_how, v_how = (specialise.writer(*side) for side in sides)
+    rows = _rows(n, k_how, v_how)
+    long = n > MANY_VECTORS and tokens >= rows * pages.seqs and pages.page_size >= FEW_ROWS
+    alone = (
+        long and rows == MANY_ROWS and all(specialise.factored(*side) for side in sides) and _aligned(k) and _aligned(v)
+    )
+    warps, programs = 4, 4  # of a program; programs of a multiprocessor
+    if alone:
+        k_how, v_how = (specialise.writer(*side, alone=True) for side in sides)
+        rows, warps, programs = FEW_ROWS, 1, 2 * ALONE  # values take longer than keys
+    count = (
+        blocks(tokens, pages.seqs, 1, rows) * pages.kv_heads
+        if long
+        else blocks(tokens, pages.seqs, pages.kv_heads, rows)
+    )
+    sequences = _sequences(pages, starts, tokens)
+    own = sequences[0] == 0 and pages.kv_heads <= rows and n <= MANY_VECTORS
+    k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
+    v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
+    most = programs * multiprocessors(k.device) // 2
+    return Launch(
+        append_kernel,
+        (tokens,) if own else (count if n <= MANY_VECTORS else min(count, most), 2),
+        None,
+        *k.stride(),
+        None,
+        *v.stride(),
+        key_scale,
+        pages.key_offset,
+        pages.value_offset,
+        k_matrix,
+        v_matrix,
+        k_levels,
+        v_levels,
+        k_bounds,
+        v_bounds,
+        *_place(pages, starts, tokens),
+        count,
+        pages.kv_heads,
+        k_how,
+        v_how,
+        key.row_bytes,
+        value.row_bytes,
+        specialise.DTYPES[key.dtype],
+        specialise.DTYPES[value.dtype],
+        own,
+        long,
+        pages.ring,
+        *sequences,
+        rows,
+        num_warps=warps,
+        **({"num_stages": 1, "maxnreg": REGISTERS} if alone else _resources(rows == MANY_ROWS, k_how, v_how)),
+    )
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether 8 neighbouring coordinates of 16 bits can be read at a time."""
+    return x.stride(2) == 1 and not (x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(1) % 8)
+
+
+def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
+    tokens, format = keys.data.shape[0], pages.format
+    if tokens == 0:
+        return
+    count = blocks(tokens, pages.seqs, pages.kv_heads, FEW_ROWS)
+    append_codes_kernel[(count,)](
+        *(None if x is None else x.contiguous() for x in (*keys, *values)),
+        *_place(pages, starts, tokens),
+        count,
+        pages.kv_heads,
+        format.key.row_bytes,
+        format.value.row_bytes,
+        128,
+        pages.ring,
+        *_sequences(pages, starts, tokens),
+        FEW_ROWS,
+    )
+
+
+def _place(pages: Pages, starts: Tensor, tokens: int) -> tuple[Any, ...]:
+    """What slots and page layout need, in the order of the kernels."""
+    layout = pages.format.layout(pages.page_size)
+    return (
+        pages.data,
+        pages.table,
+        pages.lengths,
+        pages.overflow,
+        starts,
+        tokens,
+        pages.seqs,
+        pages.data.shape[0],
+        pages.table.shape[1],
+        pages.page_size,
+        pages.pinned,
+        layout.bytes,
+        layout.key_codes,
+        layout.key_scales,
+        layout.value_codes,
+        layout.value_scales,
+    )
+
+
+def _sequences(pages: Pages, starts: Tensor, tokens: int) -> tuple[int, int, int]:
+    """SEQS, and the shape of the table pieces that advance_lengths checks."""
+    at_once = min(64, triton.next_power_of_2(pages.seqs))
+    return seqs_constant(starts, pages.seqs, tokens), at_once, 1024 // at_once
+
+
+def _resources(many: bool, *sides: specialise.Writer) -> dict[str, int]:
+    """Many warps without stages of shared memory where codes take few registers; searching boundaries takes many."""
+    if all(side.how.bits == 16 or side.groups for side in sides):
+        narrow = all(side.how.columns <= 128 for side in sides)
+        return {"num_stages": 1, "maxnreg": 128} if many and narrow else {"num_stages": 1}
+    return {"num_stages": 3 if all(side.how.chunk == side.how.dim for side in sides) else 1}  # what shared memory holds
+
+
+def _rows(n: int, *sides: specialise.Writer) -> int:
+    """Few vectors spread over many programs; many share the rotation matrix, as far as registers allow."""
+    light = all(
+        side.how.columns <= 256 and (side.how.bits == 16 or specialise.single_product(side.how)) for side in sides
+    )
+    return MANY_ROWS if n > MANY_VECTORS and light else FEW_ROWS

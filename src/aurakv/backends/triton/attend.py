@@ -1,0 +1,80 @@
+"""Which kernel attends: decode for a few queries a sequence, extend for many, the portable one for everything else."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.partial import Partial
+from ...attention.scoring import Scoring
+from ...storage.pages import Pages
+from .common.codes import INTERPRETED
+from .common.target import why_no_gluon
+from .portable import launch as portable
+
+
+def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
+    """Enough for whichever kernel serves a call of this size."""
+    if tokens == 0:
+        return 0
+    sizes = [portable.workspace_bytes(pages, tokens, heads, splits)]
+    for path in (decode_path(), extend_path()):
+        if path is not None and path.why_not_format(pages.format) is None:
+            sizes.append(path.workspace_bytes(pages, tokens, heads, splits))
+    return max(sizes)
+
+
+def attend(
+    q: Tensor,
+    pages: Pages,
+    starts: Tensor,
+    ends: Tensor,
+    scoring: Scoring,
+    sink_logits: Tensor | None,
+    splits: int | None,
+    precision: str,
+    workspace: Tensor | None,
+) -> Partial:
+    part: Partial
+    decode = decode_path()
+    if decode is not None and decode.why_not_call(q, pages, starts, scoring, precision) is None:
+        part = decode.attend(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
+        return part
+    extend = extend_path()
+    if extend is not None and extend.why_not_call(q, pages, scoring, precision) is None:
+        part = extend.attend(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
+        return part
+    return portable.attend(q, pages, starts, ends, scoring, sink_logits, splits, precision, workspace)
+
+
+@functools.cache
+def decode_path() -> Any:
+    """The launcher of the decode kernel, or None where a process cannot have it."""
+    if why_no_gluon_paths() is not None:
+        return None
+    from .decode import launch
+
+    return launch
+
+
+@functools.cache
+def extend_path() -> Any:
+    """The launcher of the extend kernel, or None where a process cannot have it."""
+    if why_no_gluon_paths() is not None:
+        return None
+    from .extend import launch
+
+    return launch
+
+
+@functools.cache
+def why_no_gluon_paths() -> str | None:
+    """Why this process takes the portable kernel for every call; None: it need not."""
+    if INTERPRETED.value:
+        return "Triton's interpreter runs plain Triton only"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    return why_no_gluon()

@@ -1,0 +1,1 @@
+"""What the kernels share: codes, levels, slots, masks, specialisation."""

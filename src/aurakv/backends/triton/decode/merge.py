@@ -1,0 +1,160 @@
+"""The second kernel of a decode: pieces of jobs to results.
+
+In: pieces and lses as `decode_attention` leaves them; lengths, ends, starts, q, key_scale as there; sink_logits:
+learned logits [heads] if LOGITS; key_offset, value_offset float32 [kv_heads, DIM] if KEY_OFFSET (its products with
+queries are then added to the scores here) and VALUE_OFFSET; if UNCOMPRESSED, the first tokens of each sequence as
+16-bit vectors: u_data, pieces of u_size numbers with keys at u_keys and values at u_values, one page a sequence in
+u_table, u_lengths of them.
+Out: out [tokens, heads, DIM] in its dtype, lse_out float32 [tokens, heads], natural logarithm.
+The launcher guarantees: the same programs, scan and SCAN as for `decode_attention`; launched to overlap its end.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
+
+from .primitives import hadamard
+from .schedule import find_job, make_scan, query_rows, seen, span_of
+
+
+@gluon.jit(do_not_specialize_on_alignment=["programs"])  # it changes as a cache grows
+def merge_pieces(
+    pieces, lses, out, lse_out, sink_logits, signs, q, key_scale, key_offset, value_offset, lengths, ends, starts,
+    u_data, u_table, u_lengths, u_size, u_keys, u_values,
+    seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs, out_stride,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr,
+    CLIP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SEVERAL: gl.constexpr,
+    LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, UNCOMPRESSED: gl.constexpr,
+    KEY_SCALE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr, ALONE: gl.constexpr,
+):  # fmt: skip
+    """Put the pieces of HEADS rows of a job together, CHUNK at a time, and rotate the results back. ALONE: the end of
+    `decode_attention`, whose program has found all of the job: one piece, with its number.
+
+    signs: value signs / √DIM. ACROSS of the warps share the pieces, the others the rows."""
+    number = gl.program_id(0)  # of the job
+    member = 0 if ALONE else gl.program_id(1) * HEADS
+    WARPS: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, DIM // 32], [1, 1, 32], [ACROSS, WARPS // ACROSS, 1], [2, 1, 0])
+    HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    COORDINATE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
+    OUT: gl.constexpr = gl.SliceLayout(0, layout)  # [row, coordinate]
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, OUT)
+    ALL: gl.constexpr = gl.SliceLayout(
+        0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    )  # the same in each warp
+    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
+    scan = (first, recent, window, sinks)
+    o_seq = gl.arange(0, SEQS, layout=ALL)
+    b_seq = gl.minimum(o_seq, seqs - 1)
+    _, b_count, b_blocks = query_rows(b_seq, starts, tokens, SCAN)
+    b_jobs = gl.where(o_seq < seqs, b_blocks * kv_heads, 0)
+    seq, job = find_job(number, o_seq, b_jobs, seqs, kv_heads, SCAN)
+    if ALONE:
+        t0, t1, _, _, _ = span_of(seq, starts, tokens, ends, lengths, scan, SCAN)
+        tiles = t1 - t0
+        p0 = number
+        p1 = number
+    else:
+        b_t0, b_t1, _, _ = seen(b_seq, b_count, ends, lengths, scan, SCAN)
+        b_tiles = (b_t1 - b_t0) * b_jobs
+        total = gl.sum(b_tiles, 0)
+        before = gl.sum(gl.where(o_seq < seq, b_tiles, 0), 0)
+        tiles = gl.sum(gl.where(o_seq == seq, b_t1 - b_t0, 0), 0)
+        start = before + job * tiles
+        last = start + gl.maximum(tiles, 1) - 1
+        each = total // programs
+        extra = total - each * programs
+        cut = extra * (each + 1)  # up to here programs have one tile more
+        p0 = gl.where(start < cut, start // (each + 1), extra + (start - cut) // gl.maximum(each, 1))
+        p1 = gl.where(last < cut, last // (each + 1), extra + (last - cut) // gl.maximum(each, 1))
+    begin, queries, blocks = query_rows(seq, starts, tokens, SCAN)
+    kv_head = job // gl.maximum(blocks, 1)
+    known = kv_head < kv_heads  # there may be fewer jobs than programs
+    count = gl.where((tiles > 0) & known, p1 - p0 + 1, 0)
+
+    o_piece = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    member = member + gl.arange(0, HEADS, layout=HEAD)
+    row = member
+    if SEVERAL:
+        row = (job - kv_head * blocks) * ROWS + member
+    m_row = (member < ROWS) & (row < queries * GROUP) & known
+    head = kv_head * GROUP + row % GROUP
+    o_token = begin + row // GROUP
+    d = gl.arange(0, DIM, layout=COORDINATE)
+    b_sign = gl.load(signs + d)
+    o_kv_head = gl.where(known, kv_head, 0) * DIM
+    bias = gl.zeros([HEADS], gl.float32, HEAD)
+    if KEY_OFFSET or UNCOMPRESSED:
+        p_q = q + (o_token * q_stride + head * DIM)[None, :, None] + d[None, None, :]
+        b_q = gl.load(p_q, mask=m_row[None, :, None] & (d >= 0)[None, None, :], other=0.0).to(gl.float32)
+        if KEY_SCALE:
+            b_q = b_q / gl.load(key_scale + o_kv_head + d)[None, None, :]
+    if KEY_OFFSET:
+        b_offset = gl.load(key_offset + o_kv_head + d)
+        bias = gl.sum(gl.sum(b_q * b_offset[None, None, :], 2), 0) * bias_scale
+    if LOGITS:
+        top = gl.load(sink_logits + head, mask=m_row, other=0.0).to(gl.float32) * 1.4426950408889634
+        other = gl.where(top == -float("inf"), 0.0, 1.0)
+    else:
+        top = gl.full([HEADS], -float("inf"), gl.float32, HEAD)
+        other = gl.zeros([HEADS], gl.float32, HEAD)
+    mass = gl.zeros([HEADS], gl.float32, HEAD)
+    b_out = gl.zeros([HEADS, DIM], gl.float32, OUT)
+    o_column = gl.convert_layout(d, COLUMN)[None, :]
+    b_uncompressed = gl.zeros([HEADS, DIM], gl.float32, OUT)  # not rotated; their weights are in `other`
+    if UNCOMPRESSED:
+        page = gl.load(u_table + seq).to(gl.int64)
+        p_uncompressed = u_data + (page * kv_heads + gl.where(known, kv_head, 0)) * u_size
+        visible = gl.minimum(gl.minimum(first, gl.load(u_lengths + seq)), gl.load(ends + seq))
+        for t in range(0, gl.where(known, visible, 0)):
+            b_key = gl.load(p_uncompressed + u_keys + t * DIM + d).to(gl.float32)
+            b_value = gl.load(p_uncompressed + u_values + t * DIM + o_column).to(gl.float32)
+            score = gl.sum(gl.sum(b_q * b_key[None, None, :], 2), 0) * bias_scale
+            new = gl.maximum(top, score)
+            old = gl.where(top == new, 1.0, gl.exp2(top - new))
+            weight = gl.exp2(score - new)
+            other = other * old + weight
+            b_uncompressed = (
+                b_uncompressed * gl.convert_layout(old, ROW)[:, None]
+                + gl.convert_layout(weight, ROW)[:, None] * b_value
+            )
+            top = new
+    if not ALONE:
+        gdc_wait()
+    for i in range(0, count, CHUNK):
+        o_row = i + o_piece
+        piece = gl.where(o_row == 0, 2 * p0 + 1, 2 * (p0 + o_row))
+        piece = gl.where(count == 1, 2 * programs + number, piece)
+        index = piece[:, None] * ROWS + member[None, :]
+        m_piece = (o_row < count)[:, None] & m_row[None, :]
+        b_lse = gl.load(lses + index, mask=m_piece, other=-float("inf")) + bias[None, :]
+        m_piece = gl.expand_dims(m_piece, 2) & (d >= 0)[None, None, :]
+        b_piece = gl.load(pieces + gl.expand_dims(index, 2) * DIM + d[None, None, :], mask=m_piece, other=0.0)
+        new = gl.maximum(top, gl.max(b_lse, 0))
+        old = gl.where(top == new, 1.0, gl.exp2(top - new))
+        weight = gl.where(b_lse == -float("inf"), 0.0, gl.exp2(b_lse - new[None, :]))
+        mass = mass * old + gl.sum(weight, 0)
+        other = other * old
+        b_out = b_out * gl.convert_layout(old, ROW)[:, None] + gl.sum(b_piece * gl.expand_dims(weight, 2), 0)
+        if UNCOMPRESSED:
+            b_uncompressed = b_uncompressed * gl.convert_layout(old, ROW)[:, None]
+        top = new
+    whole = mass + other
+    inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
+    b_out = b_out * gl.convert_layout(inverse, ROW)[:, None]
+    b_out = b_out + (b_out - b_out)  # an infinity is damage: NaN
+    y = hadamard(b_out, HEADS, DIM) * gl.convert_layout(b_sign, COLUMN)[None, :]
+    if UNCOMPRESSED:
+        y += b_uncompressed * gl.convert_layout(inverse, ROW)[:, None]
+    if VALUE_OFFSET:
+        b_offset = gl.load(value_offset + o_kv_head + o_column)
+        y += gl.convert_layout(mass * inverse, ROW)[:, None] * b_offset
+    o_out = gl.convert_layout(o_token * out_stride + head * DIM, ROW)[:, None]
+    m_out = gl.convert_layout(m_row.to(gl.int32), ROW)[:, None] > 0
+    gl.store(out + o_out + o_column, y.to(out.dtype.element_ty), mask=m_out & (o_column >= 0))
+    gl.store(lse_out + o_token * (kv_heads * GROUP) + head, (top + gl.log2(whole)) * 0.6931471805599453, mask=m_row)

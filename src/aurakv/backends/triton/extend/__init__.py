@@ -1,0 +1,1 @@
+"""Many queries a sequence, on warp-group products (Gluon; Hopper)."""

@@ -1,0 +1,1 @@
+"""Attention in plain Triton: every format and call, every GPU, and the interpreter."""

@@ -1,0 +1,1 @@
+"""Encoded vectors outside pages: decode, scores, values."""

@@ -1,0 +1,239 @@
+"""Offsets and key scales of keys from queries and keys that a model made.
+
+Codes carry an error that is alike in all directions and grows with the length of the stored vector. Scores do not
+change when a constant is subtracted from all keys, nor when keys are multiplied and queries divided by the same
+numbers: the mean makes keys shorter, the key_scale puts the error where queries are small.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention import ops
+from ..attention.scoring import Scoring
+from ..format.codec import Codec, Format
+from .policy import LayerPolicy
+
+SINKS = 4  # first tokens of a sequence: they attract attention, and their keys are unlike those of the others
+ENOUGH = 64  # tokens that can speak for those to come
+MOST = 2048  # tokens of a sequence that are looked at
+LOST = 0.25  # nats by which attention may move before keys count as lost
+BLURRED = 0.5  # and, where no queries are known, the share of what channels vary by that their error may be
+_QUERIES, _KEYS = 32, 1024  # of a check
+_SHORTEST = 512  # tokens of the contexts that keys are prepared for, up to what the model was made for
+_FLOOR = 1e-4  # channels weaker than this share of the mean are treated as if they had it
+
+
+class Turns(NamedTuple):
+    """How positions turn the keys and queries of a layer (RoPE): pairs of channels, each by an angle per position."""
+
+    pairs: tuple[Tensor, Tensor]  # channels [dim / 2] that are turned together: their cosine and sine parts
+    angles: Tensor  # [dim / 2], 0 where positions do not turn
+    longest: int  # positions that the model was made for
+
+    @property
+    def dim(self) -> int:
+        return 2 * len(self.angles)
+
+    @classmethod
+    def none(cls, dim: int) -> Turns:
+        return cls.half(torch.zeros(dim // 2), dim, 1)
+
+    @classmethod
+    def half(cls, angles: Tensor, dim: int, longest: int) -> Turns:
+        """Channel i goes with i + n/2 of the n channels that turn, which come first; the others do not turn."""
+        turned, rest = len(angles), dim // 2 - len(angles)
+        first = torch.cat([torch.arange(turned), torch.arange(rest) + 2 * turned])
+        second = torch.cat([torch.arange(turned) + turned, torch.arange(rest) + 2 * turned + rest])
+        return cls((first, second), torch.cat([angles.double(), torch.zeros(rest, dtype=torch.float64)]), longest)
+
+    def turn(self, x: Tensor, position: Tensor) -> Tensor:
+        """x [tokens, heads, dim] as it was before positions [tokens] turned it: complex [tokens, heads, dim / 2]."""
+        first, second = (channels.to(x.device) for channels in self.pairs)
+        angle = position.to(x.device, torch.float64)[:, None] * self.angles.to(x.device)
+        return torch.complex(x[..., first], x[..., second]) * torch.polar(torch.ones_like(angle), -angle)[:, None]
+
+    def mean_turn(self, times: int = 1) -> Tensor:
+        """The mean of e^(i · times · angle · t) over positions t of contexts of all lengths, each octave alike."""
+        octaves = math.log2(max(self.longest, _SHORTEST) / _SHORTEST)
+        lengths = _SHORTEST * 2.0 ** torch.linspace(0, octaves, 64, dtype=torch.float64)
+        angle = times * self.angles[:, None] * lengths  # at the end of a context
+        end = torch.polar(torch.ones_like(angle), angle)
+        turned = torch.where(angle == 0, torch.ones_like(end), (end - 1) / torch.where(angle == 0, 1.0, angle) / 1j)
+        return turned.mean(1)
+
+    def channels(self, first: Tensor, second: Tensor) -> Tensor:
+        """Numbers [heads, dim / 2] of both parts, in the order of channels."""
+        out = first.new_empty(*first.shape[:-1], 2 * first.shape[-1])
+        out[..., self.pairs[0]], out[..., self.pairs[1]] = first, second
+        return out
+
+
+class Moments:
+    """Means and second moments of the keys of one layer and the queries that read them, over tokens added.
+
+    They are taken before positions turn the vectors, where they do not change along a text, and turned on to the
+    positions of long contexts: what slow pairs of channels do over a prompt says little about a text.
+    """
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self.turns = turns
+        self.keys = self.queries = 0
+        self._k = self._k2 = self._kk = self._q2 = self._qq = torch.zeros(())
+
+    @torch.no_grad()
+    def add(self, k: Tensor, q: Tensor | None = None, position: Tensor | None = None) -> None:
+        """Keys [tokens, kv_heads, dim], queries [tokens, heads, dim]; vectors that are not finite do not count.
+
+        Their positions [tokens] matter where positions turn.
+        """
+        kv_heads = k.shape[1]
+        if self.turns is None:
+            self.turns = Turns.none(k.shape[2])
+        if position is None:
+            position = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+        finite = k.isfinite().flatten(1).all(1)
+        k = self.turns.turn(k.double()[finite], position[finite])
+        self.keys += k.shape[0]
+        self._k, self._k2 = self._k + k.sum(0).cpu(), self._k2 + k.abs().square().sum(0).cpu()
+        self._kk = self._kk + k.square().sum(0).cpu()
+        if q is not None:
+            finite = q.isfinite().flatten(1).all(1)
+            q = self.turns.turn(q.double()[finite], position[finite]).unflatten(1, (kv_heads, -1))
+            self.queries += q.shape[0]
+            self._q2 = self._q2 + q.abs().square().mean(2).sum(0).cpu()
+            self._qq = self._qq + q.square().mean(2).sum(0).cpu()
+
+    def layer(self, format: str) -> LayerPolicy:
+        """The policy of a layer with these moments."""
+        if not self.keys or self.turns is None:
+            return LayerPolicy(format)
+        turned = self._k / self.keys * self.turns.mean_turn()
+        mean = self.turns.channels(turned.real, turned.imag)
+        if not self.queries:
+            return LayerPolicy(format, key_offset=mean.float().contiguous())
+        spread = _floored(self._squares(self._k2, self._kk, self.keys) - mean.square())
+        key_scale = (_floored(self._squares(self._q2, self._qq, self.queries)) / spread).pow(0.25)
+        key_scale = key_scale / key_scale.log().mean(-1, keepdim=True).exp()
+        return LayerPolicy(format, key_offset=(mean * key_scale).float(), key_scale=key_scale.float())
+
+    def _squares(self, sizes: Tensor, squares: Tensor, count: int) -> Tensor:
+        """Mean squares of channels, from sums of |w|² and w² of `count` complex numbers w that positions turn."""
+        assert self.turns is not None
+        lean = (squares * self.turns.mean_turn(2)).real
+        return self.turns.channels(sizes + lean, sizes - lean) / (2 * count)
+
+
+def measured(
+    format: str, k: Tensor, q: Tensor | None = None, real: Tensor | None = None, turns: Turns | None = None
+) -> LayerPolicy:
+    """Offset and key scale from the first tokens of a cache, k and q [seqs, heads, t, dim], if they are enough.
+
+    real [seqs, t] says which columns are no padding; None: all.
+    """
+    used = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if real is None else real
+    position = used.cumsum(1)
+    rows = (used & (position > SINKS) & (position <= MOST)).flatten().nonzero().squeeze(1)
+    if len(rows) < ENOUGH:
+        return LayerPolicy(format)
+    moments = Moments(turns)
+    moments.add(_rows(k, rows), None if q is None else _rows(q, rows), position.flatten()[rows] - 1)
+    return moments.layer(format)
+
+
+def wider(bits: int, dim: int, device: torch.device) -> list[int]:
+    """Widths of keys to try instead of `bits`. GPUs read 5 and 6 bits slowly but at dims 128 and 256."""
+    widths = (4, 8, 16) if device.type == "cuda" and dim not in (128, 256) else (4, 5, 6, 8, 16)
+    return [width for width in widths if width > bits] or [16]
+
+
+class Check(NamedTuple):
+    """Whether keys survive being stored, judged by the tokens of one sequence, k and q [heads, t, dim], whose `first`
+    ones are exact. Without queries, or what scores them, only the keys themselves can be looked at."""
+
+    k: Tensor
+    q: Tensor | None
+    scoring: Scoring | None
+    first: int = 0
+
+    def lost(self, layer: LayerPolicy) -> bool:
+        if self.q is None or self.scoring is None:
+            return blurred(layer, self.k, self.first) > BLURRED
+        return moved(layer, self.k, self.q, self.scoring, self.first) > LOST
+
+    def finding(self, layer: LayerPolicy) -> str:
+        if self.q is None or self.scoring is None:
+            share = blurred(layer, self.k, self.first)
+            return f"their error is {share:.2g} of what most channels vary by where {BLURRED} are tolerated"
+        nats = moved(layer, self.k, self.q, self.scoring, self.first)
+        return f"attention moves by {nats:.2g} nats where {LOST} are tolerated"
+
+    def widened(self, layer: LayerPolicy) -> LayerPolicy:
+        """The layer with the narrowest keys of `wider` that survive; 16 bits if no codes do."""
+        dim = self.k.shape[2]
+        format = Format.parse(layer.format, dim)
+        for bits in wider(format.key.bits, dim, self.k.device):
+            layer = layer.with_format(Format(Codec.key(dim, bits), format.value).name, dim)
+            if not self.lost(layer):
+                break
+        return layer
+
+
+@torch.no_grad()
+def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> float:
+    """By how many nats attention on codes differs from that on the keys: the mean KL divergence over some queries.
+
+    NaN: nothing finite was there.
+    """
+    k, q = k[:, :_KEYS].transpose(0, 1).float(), q[:, :_KEYS].float()
+    stored = _stored(layer, k, first)
+    at = torch.linspace(min(ENOUGH, k.shape[0]) - 1, k.shape[0] - 1, _QUERIES, device=k.device).long().unique()
+    seen = scoring.visible(at[:, None], torch.arange(k.shape[0], device=k.device))
+    queries = q[:, at].unflatten(0, (k.shape[1], -1))  # [kv_heads, group, n, dim]
+    exact, coded = (
+        scoring.cap(torch.einsum("hgnd,lhd->hgnl", queries, x) * scoring.multiplier(k.shape[2]))
+        .masked_fill(~seen, -torch.inf)
+        .log_softmax(3)
+        for x in (k, stored)
+    )
+    change = torch.where(seen, exact.exp() * (exact - coded), 0.0).sum(3)
+    return float(change[change.isfinite()].mean())
+
+
+@torch.no_grad()
+def blurred(layer: LayerPolicy, k: Tensor, first: int = 0) -> float:
+    """The error of a stored channel as a share of what most channels vary by, the mean over heads.
+
+    A few channels with large numbers make the error of all channels large: then what the others say is lost.
+    """
+    k = k[:, first:_KEYS].transpose(0, 1).float()
+    k = k[k.isfinite().flatten(1).all(1)]
+    error = (_stored(layer, k, 0) - k).square().mean(0).median(-1).values.sqrt()
+    share = error / k.std(0).median(-1).values
+    return float(share[share.isfinite()].mean())
+
+
+def _stored(layer: LayerPolicy, k: Tensor, first: int) -> Tensor:
+    """What keys [t, kv_heads, dim] are behind their codes."""
+    codec = Format.parse(layer.format, k.shape[2]).key
+    if not codec.coded:
+        return k
+    key_scale = torch.ones_like(k[0]) if layer.key_scale is None else layer.key_scale.to(k.device)
+    offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
+    stored = ops.decode(ops.encode(k * key_scale, codec, offset), codec, offset) / key_scale
+    stored[:first] = k[:first]
+    return stored
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)[rows]
+
+
+def _floored(x: Tensor) -> Tensor:
+    """x [kv_heads, dim] without channels that are (almost) zero; a head that is zero everywhere becomes 1."""
+    x = torch.maximum(x, _FLOOR * x.mean(-1, keepdim=True))
+    return torch.where(x > 0, x, torch.ones_like(x))

@@ -1,0 +1,258 @@
+"""Choose the format of every KV layer of a model: the least loss for a size, or the least size for a loss.
+
+1. The model reads a text; each layer gets the key offset and key_scale that its keys and queries want.
+2. Each layer alone is compressed, keys and values apart, at the widths asked for and one below, and the KL divergence
+   of the predictions is measured. At other widths it goes with the mean squared error.
+3. Losses of layers add up: a knapsack.
+4. The whole is measured; in rounds, if any are asked for, also with every side of every layer one width up or down, and
+   chosen again if that is better.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import InputError
+from ..evaluation import measure
+from ..evaluation.results import Results, model_key, policy_key, text_key
+from ..format.codec import Format, default_options
+from ..format.levels import mse, table
+from ..hf import AuraCache
+from ..hf.observe import observe
+from ..hf.support import head_dim, slots
+from ..storage.page_table import Kept
+from .policy import FIRST, ROLLBACK, Policy
+
+WIDTHS = (2, 3, 4, 5, 6, 8)
+STATE = "aurakv-tuning"  # the kind of a file that keeps what was measured
+_UNIT = 0.01  # bytes: sizes are counted in these, rounded up
+_BATCH = 24  # caches that are measured side by side
+_CHUNK = 256  # tokens at a time: what a cache computes does not depend on it
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What compressing one side of a layer does, and what a byte of its tokens costs."""
+
+    key: Mapping[int, float]  # width -> KL divergence
+    value: Mapping[int, float]
+    share: float  # of the tokens of a long text that it holds: less than 1 with a window
+
+    def loss(self, keys: int, values: int) -> float:
+        return _loss("key", self.key, keys) + _loss("value", self.value, values)
+
+
+def calibrated(model: Any, ids: Tensor, format: str = "k4v4", source: str = "", first: int = FIRST) -> Policy:
+    """A policy of one format for all layers, with offsets and key scales from a text of at least 64 tokens."""
+    if ids.shape[1] < 64:
+        raise InputError(f"a model is calibrated on at least 64 tokens, got {ids.shape[1]}")
+    layers = tuple(moments.layer(format) for moments in observe(model, ids))
+    offset = layers[0].key_offset
+    assert offset is not None
+    return Policy(offset.shape[0], head_dim(model.config), layers, first=first, source=source)
+
+
+def sensitivities(
+    model: Any,
+    policy: Policy,
+    ids: Tensor,
+    context: int,
+    state: Results | None = None,
+    progress: Progress | None = None,
+) -> list[Layer]:
+    """Measured over the ids [1, n] of a text, at the widths of the policy and one below. What `state` (of the kind
+    STATE) has is not measured again."""
+    state = Results(kind=STATE) if state is None else state
+    widths = [{"k": _down(format.key.bits), "v": _down(format.value.bits)} for format in _formats(policy)]
+    names = [f"{side}{b} {i}" for i, sides in enumerate(widths) for side, bits in sides.items() for b in bits]
+    shared = {"ids": text_key(ids), "calibrated": policy_key(policy), "model": model_key(model)}
+    known: dict[str, float] = {}
+    for start in range(0, len(names), _BATCH):
+        batch = names[start : start + _BATCH]
+        rows = {name: state.find({**shared, "name": name}) for name in batch}
+        known |= {name: row["kl"] for name, row in rows.items() if row is not None}
+        found = _losses(model, ids, {name: _alone(policy, name) for name, row in rows.items() if row is None})
+        for name, loss in found.items():
+            state.add({**shared, "name": name}, {"kl": loss})
+        known |= found
+        state.save()
+        if progress is not None:
+            progress("layers alone", min(start + _BATCH, len(names)), len(names))
+    losses = [
+        [{b: known[f"{side}{b} {i}"] for b in bits} for side, bits in sides.items()] for i, sides in enumerate(widths)
+    ]
+    return [Layer(k, v, share) for (k, v), share in zip(losses, shares(model.config, context), strict=True)]
+
+
+def shares(config: Any, context: int) -> list[float]:
+    """The part of a text of `context` tokens that each layer holds."""
+    windows = [slot.window for slot in slots(config) if slot.other is None]
+    return [1.0 if window is None else min(1.0, _ring(window) / context) for window in windows]
+
+
+def beside(policy: Policy, itemsize: int, context: int) -> float:
+    """Bytes per token and KV head, in all layers, of uncompressed tokens, offsets and key scales."""
+    return len(policy.layers) * policy.head_dim * (2 * policy.first * itemsize + 4 + itemsize) / context
+
+
+def smallest(shares: Sequence[float], head_dim: int) -> float:
+    """Bytes per token and KV head, in all layers, of the smallest formats: less is no budget for `choose`."""
+    size = Format.parse(f"k{WIDTHS[0]}v{WIDTHS[0]}", head_dim).bytes_per_token
+    return _UNIT * sum(math.ceil(share * size / _UNIT) for share in shares)
+
+
+def choose(
+    layers: Sequence[Layer],
+    head_dim: int,
+    budget: float | None = None,
+    kl: float | None = None,
+    widths: Sequence[int] = WIDTHS,
+) -> list[str]:
+    """The formats of least summed loss within `budget` bytes per token and KV head of all layers, or, given `kl`, of
+    least size with at most that loss."""
+    if (budget is None) == (kl is None):
+        raise InputError("tuning needs either a size or a KL divergence")
+    options = []
+    for layer in layers:
+        choices = []
+        for keys in widths:
+            for values in widths:
+                name = f"k{keys}v{values}"
+                size = layer.share * Format.parse(name, head_dim).bytes_per_token
+                if math.isfinite(loss := layer.loss(keys, values)):
+                    choices.append((math.ceil(size / _UNIT), loss, name))
+        options.append(_hull(choices))
+    chosen = [0] * len(options)
+
+    def total() -> tuple[float, float]:
+        picked = [choices[i] for choices, i in zip(options, chosen, strict=True)]
+        return _UNIT * sum(size for size, _, _ in picked), sum(loss for _, loss, _ in picked)
+
+    if budget is not None and total()[0] > budget:
+        raise InputError(f"the smallest formats take {total()[0]:.1f} bytes per token and head, got {budget:.1f}")
+    while kl is None or total()[1] > kl:
+        size = total()[0]
+        steps = []
+        for i, (choices, at) in enumerate(zip(options, chosen, strict=True)):
+            for better in range(at + 1, len(choices)):
+                more = (choices[better][0] - choices[at][0]) * _UNIT
+                if budget is None or size + more <= budget + 1e-9:
+                    steps.append(((choices[at][1] - choices[better][1]) / more, i, better))
+        if not steps:
+            break
+        _, i, better = max(steps)
+        chosen[i] = better
+    if kl is not None and total()[1] > kl:
+        raise InputError(f"the widest formats lose {total()[1]:.2g}, got a KL divergence of {kl:.2g} to stay below")
+    return [choices[i][2] for choices, i in zip(options, chosen, strict=True)]
+
+
+def tuned(policy: Policy, formats: Sequence[str]) -> Policy:
+    """The policy with other formats; offsets and key scales do not depend on them."""
+    layers = [layer.with_format(name, policy.head_dim) for layer, name in zip(policy.layers, formats, strict=True)]
+    return replace(policy, layers=tuple(layers))
+
+
+def refined(
+    model: Any, policy: Policy, ids: Tensor, context: int, budget: float, progress: Progress | None = None
+) -> Policy:
+    """A policy within the budget chosen again from what each side loses or wins in it with other widths nearby.
+
+    `progress` is told how many widths of this round were measured.
+    """
+    now = [(format.key.bits, format.value.bits) for format in _formats(policy)]
+    names = {}
+    for layer, widths in enumerate(now):
+        for side, bits in zip("kv", widths, strict=True):
+            for other in _near(bits):
+                changed = [*now]
+                changed[layer] = (other, widths[1]) if side == "k" else (widths[0], other)
+                names[f"{side}{other} {layer}"] = tuned(policy, [f"k{k}v{v}" for k, v in changed])
+    found: dict[str, float] = {}
+    policies = {"now": policy, **names}
+    todo = list(policies)
+    for start in range(0, len(todo), _BATCH):
+        found |= _losses(model, ids, {name: policies[name] for name in todo[start : start + _BATCH]})
+        if progress is not None:
+            progress("widths nearby", min(start + _BATCH, len(todo)), len(todo))
+    layers = []
+    for layer, (widths, share) in enumerate(zip(now, shares(model.config, context), strict=True)):
+        sides = {}
+        for side, bits in zip("kv", widths, strict=True):
+            near = {other: found[f"{side}{other} {layer}"] - found["now"] for other in _near(bits)}
+            sides[side] = dict.fromkeys(WIDTHS, math.inf) | near | {bits: 0.0}
+        layers.append(Layer(sides["k"], sides["v"], share))
+    better = tuned(policy, choose(layers, policy.head_dim, budget=budget))
+    return better if _losses(model, ids, {"better": better})["better"] < found["now"] else policy
+
+
+def _losses(model: Any, ids: Tensor, policies: Mapping[str, Policy]) -> dict[str, float]:
+    """The KL divergence of each."""
+
+    def cache(policy: Policy) -> Callable[[], AuraCache]:
+        return lambda: AuraCache(model.config, policy)
+
+    if not policies:
+        return {}
+    caches = {name: cache(policy) for name, policy in policies.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what keys do not survive is tried as well
+        return {row.name: row.kl for row in measure.compare(model, ids, caches, chunk=_CHUNK)[1:]}
+
+
+def _near(bits: int) -> list[int]:
+    """One width down and one up, where there are."""
+    at = WIDTHS.index(bits)
+    return [*WIDTHS[max(0, at - 1) : at], *WIDTHS[at + 1 : at + 2]]
+
+
+def _down(bits: int) -> list[int]:
+    """A width and one below, if there is one."""
+    return [bits, *(other for other in _near(bits) if other < bits)]
+
+
+def _formats(policy: Policy) -> list[Format]:
+    return [Format.parse(layer.format, policy.head_dim) for layer in policy.layers]
+
+
+def _alone(policy: Policy, name: str) -> Policy:
+    """One side of one layer compressed, everything else not."""
+    side, bits, at = name[0], int(name[1]), int(name[2:])
+    formats = ["k16v16"] * len(policy.layers)
+    formats[at] = f"k{bits}v16" if side == "k" else f"k16v{bits}"
+    return tuned(policy, formats)
+
+
+def _ring(window: int) -> int:
+    """Tokens that the ring of a window has room for in an AuraCache."""
+    return Kept.of(window, rollback=ROLLBACK).width(64) * 64
+
+
+def _loss(side: Any, measured: Mapping[int, float], bits: int) -> float:
+    """At a width that was not measured, from the nearest that was, in proportion to the squared error."""
+    near = min(measured, key=lambda other: abs(other - bits))
+    return measured[near] if near == bits else measured[near] * _error(side, bits) / _error(side, near)
+
+
+@functools.cache
+def _error(side: Any, bits: int) -> float:
+    """Mean squared error at a width."""
+    return mse(table(str(default_options(side, bits)["table"]), bits))
+
+
+def _hull(choices: list[tuple[int, float, str]]) -> list[tuple[int, float, str]]:
+    """By size, each with less loss than all smaller ones."""
+    kept: list[tuple[int, float, str]] = []
+    for choice in sorted(choices):
+        if not kept or choice[1] < kept[-1][1]:
+            kept.append(choice)
+    return kept

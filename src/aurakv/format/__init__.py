@@ -1,0 +1,1 @@
+"""What bytes mean: levels, rotation, packing, and the codec made of them."""

@@ -1,0 +1,303 @@
+"""Codec, Format, Codes: what a stored vector is and how many bytes it takes.
+
+x̂ = offset + scale · Rᵀ · levels[codes], the same for keys and values. The grammar of format names is in docs/format.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arguments import index, instance, shown, whole
+from ..errors import InputError
+from . import levels as codebook
+from .rotation import MAX_DIM, base_order, rotation
+
+BITS = (*codebook.CODE_BITS, 16)
+Side = Literal["key", "value"]
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}  # as names spell them
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SCALES = ("l2", "lsq")
+_NAME = r"k([1-9]\d?)(?:((?::[^:/]+)+)/|/?)v([1-9]\d?)((?::[^:/]+)*)"  # options of the key end with a slash
+_NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
+
+
+class Codes(NamedTuple):
+    """Stored vectors: packed codes with their scales, or at 16 bits the raw vectors."""
+
+    data: Tensor  # [..., row_bytes] uint8
+    scale: Tensor | None  # [...] in the codec's dtype; None at 16 bits
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How one vector of `dim` coordinates is stored. `Codec.key` and `Codec.value` fill in the defaults of a side and
+    width, which are not those here."""
+
+    dim: int
+    bits: int
+    table: str | codebook.Levels = "lloyd-max"
+    scale: str = "l2"
+    dtype: torch.dtype = torch.float16  # of the scale; at 16 bits of the vector itself
+    seed: int = 0
+    levels: codebook.Levels = field(init=False, repr=False, compare=False)
+    name: str = field(init=False, repr=False, compare=False)  # every option spelled out, whatever side it is on
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "bits", "seed"):
+            number = index(getattr(self, name))
+            if number is not None:
+                object.__setattr__(self, name, number)
+        if index(self.bits) not in BITS:
+            raise InputError(f"bits must be one of {list(BITS)}, got {shown(self.bits)}")
+        if self.bits == 16:
+            whole("head_dim", self.dim, 1, MAX_DIM)
+            if self.dtype not in DTYPE_NAMES:
+                raise InputError(f"vectors are stored as one of {list(DTYPES)}, got {self.dtype}")
+            for name, none in (("table", ""), ("scale", ""), ("seed", 0)):  # 16-bit vectors have no codes
+                object.__setattr__(self, name, none)
+            object.__setattr__(self, "levels", ())
+            object.__setattr__(self, "name", f"16:{DTYPE_NAMES[self.dtype]}")
+            return
+        base_order(self.dim)
+        if self.scale not in _SCALES:
+            raise InputError(f"scale must be one of {list(_SCALES)}, got {self.scale!r}")
+        if self.dtype not in (torch.float16, torch.float32):
+            raise InputError(f"scales are stored as f16 or f32, got {DTYPE_NAMES.get(self.dtype, self.dtype)}")
+        whole("seed", self.seed, 0, 2**64 - 1)
+        if not isinstance(self.table, str):
+            object.__setattr__(self, "table", codebook.check_levels(self.table, self.bits))
+        levels = _named_levels(self.table, self.bits) if isinstance(self.table, str) else self.table
+        object.__setattr__(self, "levels", levels)
+        options = (_table_name(self.table), self.scale, DTYPE_NAMES[self.dtype], f"seed{self.seed}")
+        object.__setattr__(self, "name", ":".join((str(self.bits), *options)))
+
+    @classmethod
+    def key(cls, dim: int, bits: int, **options: object) -> Codec:
+        return cls(dim, bits, **{**default_options("key", bits), **options})  # type: ignore[arg-type]
+
+    @classmethod
+    def value(cls, dim: int, bits: int, **options: object) -> Codec:
+        return cls(dim, bits, **{**default_options("value", bits), **options})  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:  # remembered: every call looks its codecs up
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.dim, self.bits, self.table, self.scale, self.dtype, self.seed))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    @property
+    def coded(self) -> bool:
+        """False at 16 bits: no rotation, no codes, no scale."""
+        return self.bits != 16
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dim * self.bits // 8 if self.coded else self.dim * self.dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.dtype.itemsize if self.coded else 0
+
+    @property
+    def bytes_per_vector(self) -> int:
+        return self.row_bytes + self.scale_bytes
+
+    def level_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return _constant(self.levels, dtype, device)
+
+    def boundary_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return _constant(codebook.boundaries(self.levels), dtype, device)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """R x over the last dimension; x itself at 16 bits."""
+        return x @ rotation(self.dim, self.seed, x.dtype, x.device).T if self.coded else x
+
+    def unrotate(self, y: Tensor) -> Tensor:
+        """Rᵀ y over the last dimension; y itself at 16 bits."""
+        return y @ rotation(self.dim, self.seed, y.dtype, y.device) if self.coded else y
+
+
+class PageLayout(NamedTuple):
+    """Byte offsets inside the piece of a page that belongs to one KV head."""
+
+    key_codes: int
+    key_scales: int
+    value_codes: int
+    value_scales: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """A key codec and a value codec. `name` says everything that is not default and parses back."""
+
+    key: Codec
+    value: Codec
+    name: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        instance("key", self.key, Codec)
+        instance("value", self.value, Codec)
+        key, value = _side_name("key", self.key), _side_name("value", self.value)
+        object.__setattr__(self, "name", f"{key}/{value}" if ":" in key else key + value)
+
+    def __hash__(self) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.key, self.value))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    @classmethod
+    def parse(cls, name: str, head_dim: int | tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Format:
+        """The format called `name`, e.g. "k4v4", "k8:lsq/v3:f32", for one head_dim or (key dim, value dim).
+
+        Options are a level table (`codebook.TABLES`), l2 or lsq, f16 or f32 and a seed: docs/format.md, section 3.
+        `dtype` is what 16-bit sides store unless the name says so.
+        """
+        match = re.fullmatch(_NAME, name, re.ASCII) if isinstance(name, str) else None
+        if match is None:
+            raise InputError(
+                f"a format name is k<bits>v<bits> with bits in {list(BITS)}, and options as in k4:lsq/v4:f32, where a"
+                f" slash ends those of the key, got {name!r}"
+            )
+        both = index(head_dim)
+        dims = head_dim if both is None else (both, both)
+        if not (isinstance(dims, tuple) and len(dims) == 2):
+            raise InputError(f"head_dim must be a whole number or a pair (key dim, value dim), got {shown(head_dim)}")
+        key_bits, key_options, value_bits, value_options = match.groups()
+        return cls(
+            _parse_side("key", dims[0], int(key_bits), (key_options or "").split(":")[1:], dtype),
+            _parse_side("value", dims[1], int(value_bits), value_options.split(":")[1:], dtype),
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def full_name(self) -> str:
+        """With every option of both sides: defaults may change, what this says does not."""
+        return f"k{self.key.name}/v{self.value.name}"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token of one KV head: codes and scales of key and value.
+
+        Pages of a multiple of 8 tokens hold exactly this; others pad each of their four parts to 16 bytes.
+        """
+        return self.key.bytes_per_vector + self.value.bytes_per_vector
+
+    @property
+    def compression(self) -> float:
+        """How many times smaller than 16 bits per coordinate."""
+        return 2 * (self.key.dim + self.value.dim) / self.bytes_per_token
+
+    def layout(self, page_size: int) -> PageLayout:
+        """[K codes of all tokens | K scales | V codes | V scales], each part aligned to 16 bytes."""
+        return _layout(self.key, self.value, page_size)
+
+
+def default_options(side: Side, bits: int) -> dict[str, object]:
+    """What a codec of this side and width is unless its name says otherwise."""
+    if bits == 16:
+        return {"dtype": torch.bfloat16}
+    small = "int8" if side == "key" else "cubic"
+    return {
+        "table": small if bits <= 4 else "poly7",
+        "scale": "l2" if side == "key" else "lsq",
+        "dtype": torch.float16,
+        "seed": 0 if side == "key" else 1,
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def parse_format(name: str, key_dim: int, value_dim: int) -> Format:
+    """Format.parse, remembered: operators of torch.library carry formats by name."""
+    return Format.parse(name, (key_dim, value_dim))
+
+
+@functools.lru_cache(maxsize=256)
+def parse_codec(name: str, dim: int) -> Codec:
+    """The codec with this full `Codec.name`."""
+    bits, *options = name.split(":")
+    return _parse_side("key", dim, int(bits), options, torch.bfloat16)
+
+
+@functools.cache
+def _named_levels(name: str, bits: int) -> codebook.Levels:
+    return codebook.table(name, bits)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # cached: must not become an inference tensor
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(key: Codec, value: Codec, page_size: int) -> PageLayout:
+    offsets = [0]
+    for size in (key.row_bytes, key.scale_bytes, value.row_bytes, value.scale_bytes):
+        offsets.append(offsets[-1] + -(-size * page_size // 16) * 16)
+    return PageLayout(*offsets)
+
+
+def _table_name(table: str | codebook.Levels) -> str:
+    return table if isinstance(table, str) else "[" + ",".join(str(np.float32(x)) for x in table) + "]"
+
+
+def _side_name(side: Side, codec: Codec) -> str:
+    default = default_options(side, codec.bits)
+    options = []
+    if codec.table != default.get("table", ""):
+        options.append(_table_name(codec.table))
+    if codec.scale != default.get("scale", ""):
+        options.append(codec.scale)
+    if codec.dtype != default["dtype"]:
+        options.append(DTYPE_NAMES[codec.dtype])
+    if codec.seed != default.get("seed", 0):
+        options.append(f"seed{codec.seed}")
+    return ":".join([f"{side[0]}{codec.bits}", *options])
+
+
+def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: torch.dtype) -> Codec:
+    options: dict[str, object] = {}
+    for name in names:
+        setting: object
+        if name in DTYPES:
+            field_name, setting = "dtype", DTYPES[name]
+        elif bits != 16 and name in _SCALES:
+            field_name, setting = "scale", name
+        elif bits != 16 and name in codebook.TABLES:
+            field_name, setting = "table", name
+        elif bits != 16 and re.fullmatch(r"seed\d{1,20}", name):
+            field_name, setting = "seed", int(name[4:])
+        elif bits != 16 and name.startswith("[") and name.endswith("]"):
+            field_name, setting = "table", _parse_levels(name)
+        else:
+            tables = [table for table in codebook.TABLES if bits in codebook.widths(table)]
+            allowed = list(DTYPES) if bits == 16 else [*tables, "[levels]", *_SCALES, "f16", "f32", "seed<n>"]
+            raise InputError(f"an option of {side[0]}{bits} is one of {allowed}, got {name!r}")
+        if field_name in options:
+            raise InputError(f"{side[0]}{bits} names its {field_name} twice: {':'.join(names)}")
+        options[field_name] = setting
+    if bits == 16:
+        options.setdefault("dtype", dtype)
+    return (Codec.key if side == "key" else Codec.value)(dim, bits, **options)
+
+
+def _parse_levels(text: str) -> tuple[float, ...]:
+    numbers = text[1:-1].split(",")
+    if not all(re.fullmatch(_NUMBER, x, re.ASCII) for x in numbers):
+        raise InputError(f"levels must be decimal numbers separated by commas, got {text!r}")
+    return tuple(float(x) for x in numbers)

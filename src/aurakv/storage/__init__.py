@@ -1,0 +1,1 @@
+"""What a user holds: caches, pages and their tables, files."""

@@ -1,0 +1,205 @@
+"""Models whose keys 4 bits cannot hold: the default survives, plain codes do not, and somebody says so."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config  # noqa: E402
+
+from aurakv.hf import AuraCache, register  # noqa: E402
+
+NAMES, DIM, LENGTH = 16, 64, 200
+BIAS = {2: 850.0, 9: -700.0, 20: 620.0, 41: 780.0, 62: -900.0}  # channel -> bias; 2, 9 and 41 turn fast with RoPE
+
+
+def recall_model(bias: dict[int, float]):
+    """One Qwen2 layer that looks things up: a token (name, answer) is found by its name, and the answer predicted.
+
+    Names are codes in channels that RoPE hardly turns. Queries are small, not zero, in the channels with a bias.
+    """
+    config = Qwen2Config(
+        vocab_size=NAMES * NAMES, hidden_size=DIM, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=DIM, rope_theta=1e6, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    generator = torch.Generator().manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.zero_()
+    attention = model.model.layers[0].self_attn
+    for norm in (
+        model.model.layers[0].input_layernorm,
+        model.model.layers[0].post_attention_layernorm,
+        model.model.norm,
+    ):
+        norm.weight.fill_(1.0)
+    for token in range(NAMES * NAMES):
+        name, answer = divmod(token, NAMES)
+        model.model.embed_tokens.weight[token, name] = 1.0
+        model.model.embed_tokens.weight[token, NAMES + answer] = 1.0
+    size = (2 / DIM) ** -0.5  # of an embedding's ones behind the norm
+    slow = [channel for channel in range(DIM) if channel % 32 >= 16]
+    for head in range(2):
+        code = torch.zeros(DIM, NAMES)
+        code[slow] = torch.randn(len(slow), NAMES, generator=generator).sign()
+        attention.k_proj.weight[head * DIM : (head + 1) * DIM, :NAMES] = 2 * code / size
+        query = code.clone()
+        query[list(bias)] = 0.01 * torch.randn(len(bias), NAMES, generator=generator)
+        for group in range(2):
+            at = (2 * head + group) * DIM
+            attention.q_proj.weight[at : at + DIM, :NAMES] = query / size
+        for channel, number in bias.items():
+            attention.k_proj.bias[head * DIM + channel] = number
+        attention.v_proj.weight[head * DIM : head * DIM + NAMES, NAMES : 2 * NAMES] = torch.eye(NAMES) / size
+    for head in range(4):
+        attention.o_proj.weight[2 * NAMES : 3 * NAMES, head * DIM : head * DIM + NAMES] = 3 * torch.eye(NAMES)
+    model.lm_head.weight[:NAMES, 2 * NAMES : 3 * NAMES] = torch.eye(NAMES)
+    register()
+    return model
+
+
+def tokens() -> torch.Tensor:
+    """Each name has one answer throughout, so that whoever finds the name knows it."""
+    generator = torch.Generator().manual_seed(1)
+    answers = torch.randint(0, NAMES, (2, NAMES), generator=generator)
+    names = torch.randint(0, NAMES, (2, LENGTH), generator=generator)
+    return names * NAMES + answers.gather(1, names)
+
+
+def agreement(model, cache, ids, prompt: int = 150, attention: str = "aurakv") -> float:
+    """How often the model finds what it would find, reading `prompt` tokens at once and then one by one."""
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = model(ids, past_key_values=DynamicCache(config=model.config)).logits.argmax(2)
+        assert torch.equal(expected, ids % NAMES), "the model itself finds every name"
+        model.set_attn_implementation(attention)
+        first = model(ids[:, :prompt], past_key_values=cache).logits
+        rest = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(prompt, LENGTH)]
+    return float((torch.cat([first, *rest], 1).argmax(2) == expected).float().mean())
+
+
+def test_default_survives_a_key_bias_that_breaks_plain_codes():
+    model, ids = recall_model(BIAS), tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        default = AuraCache(model.config)
+        kept = agreement(model, default, ids)
+    assert kept >= 0.95
+    assert default.lost == []
+    plain = AuraCache(model.config, "k4v4", first=0, calibrate=False)
+    with pytest.warns(UserWarning, match=r"keys do not survive k4v4 .* would keep them"):
+        assert agreement(model, plain, ids) < 0.5
+    assert len(plain.lost) == 1
+    print(kept, default, plain.lost)
+
+
+def test_without_offsets_the_default_takes_wider_keys():
+    """Where the mean does not help, layers get as many bits as they need; nothing is said, nothing is lost."""
+    model, ids = recall_model(BIAS), tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = AuraCache(model.config, first=0, calibrate=False)
+        assert agreement(model, cache, ids) >= 0.95
+    assert cache.compressed[0].cache.format.key.bits > 4
+    assert cache.compressed[0].cache.format.value.bits == 4
+
+
+def test_nothing_is_said_about_keys_that_survive():
+    model, ids = recall_model({}), tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"format": "k4v4", "first": 0, "calibrate": False}, {"format": "k8v8"}, {}):
+            cache = AuraCache(model.config, **options)
+            assert agreement(model, cache, ids) >= 0.95
+            assert cache.lost == []
+            assert cache.compressed[0].cache.format.key.bits == (8 if options.get("format") == "k8v8" else 4)
+
+
+def test_damage_is_no_reason_to_widen():
+    model, ids = recall_model({}), tokens()
+    model.model.layers[0].self_attn.k_proj.bias[0] = torch.nan
+    model.set_attn_implementation("aurakv")
+    cache = AuraCache(model.config)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, past_key_values=cache)
+    assert cache.compressed[0].cache.format.key.bits == 4
+    assert cache.lost == []
+
+
+@pytest.mark.parametrize("seqs", [1, 2])
+@pytest.mark.parametrize("prompt", [1, 40, 63, 67])
+def test_a_short_prompt_is_looked_at_when_more_has_come(prompt, seqs):
+    """Until then its tokens stay uncompressed, so that each is compressed once."""
+    model, ids = recall_model(BIAS), tokens()[:seqs]
+    for format in ("auto", "k4v4"):
+        cache = AuraCache(model.config, format)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert agreement(model, cache, ids, prompt) >= 0.95
+        layer = cache.compressed[0]
+        assert layer.beginning is None
+        assert layer.key_scale is not None
+        assert layer.format == "k4v4"
+        assert layer.cache.lengths == [LENGTH] * seqs
+    plain = AuraCache(model.config, "k4v4", first=0, calibrate=False)
+    with pytest.warns(UserWarning, match=r"keys do not survive k4v4 in layer 0 .* would keep them"):
+        assert agreement(model, plain, ids, prompt) < 0.6
+    assert len(plain.lost) == 1
+
+
+@pytest.mark.parametrize("change", ["crop", "select", "copy"])
+def test_a_beginning_follows_the_cache(change):
+    model, ids = recall_model(BIAS), tokens()
+    model.set_attn_implementation("aurakv")
+    cache, expected = AuraCache(model.config), AuraCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=expected)
+        if change == "crop":
+            model(ids.flip(1)[:, :50], past_key_values=cache)
+            cache.crop(-50)
+            model(ids[:, :45], past_key_values=cache)
+            cache.crop(-5)
+        elif change == "select":
+            model(ids.flip(0)[:, :40], past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0]))
+        else:
+            model(ids[:, :40], past_key_values=cache)
+            cache = copy.deepcopy(cache)
+        logits = [
+            torch.cat([model(ids[:, at : at + 1], past_key_values=x).logits for at in range(40, LENGTH)])
+            for x in (cache, expected)
+        ]
+    assert torch.equal(*logits)
+    assert torch.equal(cache.compressed[0].key_scale, expected.compressed[0].key_scale)
+
+
+@pytest.mark.parametrize("prompt", [30, 150])
+def test_without_queries_the_keys_themselves_are_judged(prompt):
+    """Another attention function shows no queries: a few loud channels among the keys are reason enough."""
+    model, ids = recall_model(BIAS), tokens()
+    cache = AuraCache(model.config)
+    with pytest.warns(UserWarning, match="without a look at queries"):
+        assert agreement(model, cache, ids, prompt, "sdpa") >= 0.95
+    assert cache.compressed[0].cache.format.key.bits > 4
+    with pytest.warns(UserWarning, match=r"keys do not survive k4v4 .* of what most channels vary by"):
+        agreement(model, AuraCache(model.config, "k4v4"), ids, prompt, "sdpa")
+    quiet, ids = recall_model({}), tokens()
+    cache = AuraCache(quiet.config)
+    agreement(quiet, cache, ids, prompt, "sdpa")
+    assert cache.compressed[0].cache.format.key.bits == 4
+
+
+def test_a_cache_that_begins_anew_forgets_what_was_said():
+    model, ids = recall_model(BIAS), tokens()
+    cache = AuraCache(model.config, "k4v4", first=0, calibrate=False)
+    with pytest.warns(UserWarning, match="keys do not survive"):
+        agreement(model, cache, ids)
+    cache.reset()
+    assert cache.lost == []
+    agreement(model, cache, ids)
+    assert len(cache.lost) == 1

@@ -1,0 +1,267 @@
+"""The plugin in vLLM's engine, inside this process: what models say, formats, policies, batches. Run: make test-vllm"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aurakv import models
+from aurakv.calibration.policy import LayerPolicy, Policy
+from tests.helpers.vllm_prompts import BEGINNINGS, LENGTH, TEXT, mixture
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: the engine runs in this process
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return models.smollm2(report=print)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def random_model(folder: Path, kind: str) -> Path:
+    """A small model of random weights; its text is token ids below 512."""
+    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+    torch.manual_seed(0)
+    common = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "initializer_range": 0.2,
+        "max_position_embeddings": LENGTH,
+    }
+    windows = {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64}
+    config = LlamaConfig(**common) if kind == "llama" else Gemma2Config(**common, **windows)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def engine(model: Path, switch: str | None, **options: Any) -> Iterator[Any]:
+    from vllm import LLM
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    given = {
+        "dtype": "float32",
+        "max_model_len": LENGTH,
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 1 << 28,
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "additional_config": {} if switch is None else {"aurakv": switch},
+        **options,
+    }
+    llm = LLM(str(model), **given)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def generate(llm: Any, prompts: list[Any], tokens: int | list[int], **options: Any) -> list[Any]:
+    """The first completion of each prompt, text or token ids, all in one batch."""
+    from vllm import SamplingParams
+
+    counts = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options) for count in counts]
+    given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
+    return [out.outputs[0] for out in llm.generate(given, params, use_tqdm=False)]
+
+
+def token_ids(llm: Any, prompts: list[Any], tokens: int, **options: Any) -> list[list[int]]:
+    return [list(out.token_ids) for out in generate(llm, prompts, tokens, **options)]
+
+
+def random_prompts() -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(512) for _ in range(length)] for length in (3, 40, 100, 250, 333, 64)]
+
+
+def test_sixteen_bits_give_the_text_of_the_stock_backend(model: Path) -> None:
+    """Together and one after the other."""
+    with engine(model, None) as stock:
+        expected = token_ids(stock, list(BEGINNINGS), 32)
+    with engine(model, "k16v16") as ours:
+        assert token_ids(ours, list(BEGINNINGS), 32) == expected
+        assert [token_ids(ours, [prompt], 32)[0] for prompt in BEGINNINGS] == expected
+
+
+def predictions(llm: Any) -> list[int]:
+    """What the model would say after each of the first 1,000 tokens of a text: teacher-forced, in one prefill."""
+    from vllm import SamplingParams
+
+    prompt = llm.get_tokenizer().encode(TEXT[:9000])[:1001]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    found = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].prompt_logprobs[1:]
+    return [min(position, key=lambda token: position[token].rank) for position in found]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    with engine(model, None) as stock:
+        return predictions(stock)
+
+
+def equal_predictions(model: Path, switch: str, expected: list[int]) -> int:
+    with engine(model, switch) as ours:
+        equal = sum(a == b for a, b in zip(expected, predictions(ours), strict=True))
+    print(f"{Path(switch).name}: {equal} of {len(expected)} next tokens are equal")
+    return equal
+
+
+def test_eight_bits_predict_the_same_tokens(model: Path, expected: list[int], tmp_path: Path) -> None:
+    """One format for all layers, and a policy with another format in every second layer, offsets and key scales."""
+    offset = torch.linspace(-1, 1, 3 * 64).view(3, 64)
+    layers = [LayerPolicy("k8v16"), LayerPolicy("k8v8", key_offset=offset, key_scale=1 + offset**2)] * 15
+    Policy(3, 64, tuple(layers)).save(tmp_path / "policy.json")
+    assert len(expected) == 1000
+    for switch in ("k8v8", str(tmp_path / "policy.json")):
+        assert equal_predictions(model, switch, expected) >= 980
+
+
+def test_a_shipped_policy_predicts_better_than_one_format(model: Path, expected: list[int]) -> None:
+    """In as many bytes, and without the uncompressed tokens that vLLM's blocks have no place for."""
+    policy, plain = (equal_predictions(model, switch, expected) for switch in ("smollm2-135m", "k4v4"))
+    assert policy >= plain + 20
+
+
+def test_sliding_windows_and_soft_cap(tmp_path: Path) -> None:
+    """Layers with and without a window, a soft cap, prefill in chunks of 128."""
+    folder = random_model(tmp_path, "gemma2")
+    options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 128}
+    with engine(folder, None, **options) as stock:
+        expected = token_ids(stock, random_prompts(), 24, detokenize=False)
+    with engine(folder, "k16v16", **options) as ours:
+        assert token_ids(ours, random_prompts(), 24, detokenize=False) == expected
+
+
+def test_tensor_parallel(llama: Path) -> None:
+    """Two processes, each with half of the KV heads, say what one says."""
+    found = []
+    for size in (1, 2):
+        options = {"tensor_parallel_size": size, "distributed_executor_backend": "uni" if size == 1 else "mp"}
+        with engine(llama, "k8v8", skip_tokenizer_init=True, **options) as llm:
+            found.append(token_ids(llm, random_prompts(), 24, detokenize=False))
+    assert found[0] == found[1]
+
+
+@pytest.fixture
+def steady_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's matrix product rounds a single row differently from the same row among others. Not here."""
+    from vllm import _custom_ops
+
+    stock = _custom_ops.onednn_mm
+
+    def padded(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return stock(handler, x, bias) if x.shape[0] > 1 else stock(handler, x.repeat(2, 1), bias)[:1]
+
+    monkeypatch.setattr(_custom_ops, "onednn_mm", padded)
+
+
+@pytest.mark.usefixtures("steady_products")
+@pytest.mark.parametrize(("kind", "count", "switch"), [("random", 200, "k8v8"), ("real", 48, "k4v4")])
+def test_no_answer_depends_on_the_batch(model: Path, llama: Path, kind: str, count: int, switch: str) -> None:
+    """More requests than the memory holds, with prefix caching and preemption; then each alone. No block is lost."""
+    real = kind == "real"
+    options = {"block_size": 32, "num_gpu_blocks_override": 34, "max_model_len": 1024, "skip_tokenizer_init": not real}
+    with engine(model if real else llama, switch, **options) as llm:
+        requests = mixture(count, ("short", "long", "prefix"))
+        prompts = [llm.get_tokenizer().encode(r.prompt) if real else list(r.prompt.encode()[::4]) for r in requests]
+        counts = [r.tokens for r in requests]
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        free, preempted = pool.get_num_free_blocks(), _count_preemptions(scheduler)
+        together = generate(llm, prompts, counts, detokenize=False)
+        assert pool.get_num_free_blocks() == free
+        assert preempted, "the memory was meant to be too small"
+        for prompt, tokens, found in zip(prompts, counts, together, strict=True):
+            assert llm.reset_prefix_cache()
+            assert generate(llm, [prompt], tokens, detokenize=False)[0].token_ids == found.token_ids
+        assert pool.get_num_free_blocks() == free
+
+
+def _count_preemptions(scheduler: Any) -> list[str]:
+    """A list that gets the name of each request that is preempted from now on."""
+    names: list[str] = []
+    stock = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return names
+
+
+REFUSED = {
+    "unknown format": ({}, "k7v4", "bits must be one of"),
+    "not a name": ({}, 4, "must be a format"),
+    "other cache dtype": ({"kv_cache_dtype": "fp8"}, "k4v4", "--kv-cache-dtype must be auto"),
+    "other backend": ({"attention_backend": "TRITON_ATTN"}, "k4v4", "names another backend"),
+    "embedding model": ({"runner": "pooling"}, "k4v4", "must generate text"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_start(model: Path, name: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    options, switch, message = REFUSED[name]
+    with pytest.raises(Exception, match=message):
+        EngineArgs(str(model), additional_config={"aurakv": switch}, **options).create_engine_config()
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    from transformers import DeepseekV2Config
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = DeepseekV2Config(hidden_size=64, num_hidden_layers=2, architectures=["DeepseekV2ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="multi-head latent attention"):
+        EngineArgs(str(tmp_path), additional_config={"aurakv": "k4v4"}, skip_tokenizer_init=True).create_engine_config()
+
+
+def test_policy_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    Policy(3, 64, (LayerPolicy("k4v4"),) * 7).save(tmp_path / "policy.json")
+    with pytest.raises(Exception, match="a model of 7 KV layers"):
+        EngineArgs(str(model), additional_config={"aurakv": str(tmp_path / "policy.json")}).create_engine_config()
+
+
+def test_block_size_must_fit(llama: Path) -> None:
+    too_small = engine(llama, "k4v4", block_size=8, skip_tokenizer_init=True)
+    with pytest.raises(Exception, match="block-size must be a multiple of 16"), too_small:
+        pass
+
+
+def test_without_the_switch_nothing_changes(model: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(str(model), dtype="float32").create_engine_config()
+    assert config.attention_config.backend is None

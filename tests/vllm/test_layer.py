@@ -1,0 +1,327 @@
+"""The attention of the vLLM plugin over memory that an engine owns, with hand-made steps: vLLM is not needed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import aurakv as kv
+from aurakv.calibration.policy import LayerPolicy, Policy, shipped
+from aurakv.errors import InputError
+from aurakv.vllm.layer import TOKENS, Layer, Lengths, Step
+from aurakv.vllm.switch import Switch, shard
+
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 64, 32
+CPU = torch.device("cpu")
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+
+
+class Engine:
+    """What an engine does around a layer: blocks of a shared memory, tables, ragged batches."""
+
+    def __init__(
+        self,
+        format: kv.Format,
+        scoring: kv.Scoring,
+        *,
+        blocks: int = 24,
+        seqs: int = 4,
+        width: int = 8,
+        device: str = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        self.layer = Layer(format, scoring)
+        shape = (blocks, KV_HEADS, BLOCK, format.bytes_per_token)
+        self.memory = torch.randint(256, shape, dtype=torch.uint8, device=device)
+        self.free = torch.randperm(blocks - 1).add(1).tolist()  # block 0 stays empty, as engines keep it
+        self.table = torch.zeros(seqs, width, dtype=torch.int32)
+        self.lengths = [0] * seqs
+        self.buffers = Lengths(seqs, self.device)
+
+    def step(self, rows: dict[int, tuple[Tensor, Tensor, Tensor]], *, padding: int = 0) -> dict[int, Tensor]:
+        """One pass over some sequences: new (q, k, v) rows each; gives their attention."""
+        order = list(rows)
+        for seq in order:
+            before, self.lengths[seq] = self.lengths[seq], self.lengths[seq] + len(rows[seq][0])
+            for entry in range(-(-before // BLOCK), -(-self.lengths[seq] // BLOCK)):
+                self.table[seq, entry] = self.free.pop()
+        counts = torch.tensor([0, *(len(rows[seq][0]) for seq in order)])
+        tokens = int(counts.sum())
+        q, k, v = (torch.cat([*(rows[seq][i] for seq in order)]) for i in range(3))
+        q, k, v = (torch.cat([x, x.new_full((padding, *x.shape[1:]), float("nan"))]) for x in (q, k, v))
+        q, k, v = q.to(self.device), k.to(self.device), v.to(self.device)
+        step = Step(
+            tokens,
+            counts.cumsum(0).int().to(self.device),
+            torch.tensor([self.lengths[seq] for seq in order], dtype=torch.int32, device=self.device),
+            self.table[order].to(self.device).contiguous(),
+            self.buffers,
+        )
+        out = torch.full((tokens + padding, HEADS, DIM), 7.0, device=self.device)
+        self.layer.forward(q, k, v, self.memory, step, out)
+        assert bool((out[tokens:] == 7).all()), "rows behind the batch are not ours"
+        parts = out[:tokens].cpu().split(counts[1:].tolist())
+        return dict(zip(order, parts, strict=True))
+
+
+def rows(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(n, HEADS, DIM), torch.randn(n, KV_HEADS, DIM), torch.randn(n, KV_HEADS, DIM)
+
+
+SCORINGS = {
+    "plain": kv.Scoring(),
+    "window": kv.Scoring(window=40),
+    "softcap": kv.Scoring(scale=0.3, softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("name", ["k16:f32/v16:f32", "k4v4", "k8v3"])
+def test_chunks_and_mixed_batches_equal_a_cache(name: str, scoring: str, device: str) -> None:
+    """Prefill in chunks, decode beside prefill, sequences that pause: each equals a cache of its own."""
+    torch.manual_seed(0)
+    format = kv.Format.parse(name, DIM)
+    engine = Engine(format, SCORINGS[scoring], device=device)
+    caches = [kv.KVCache.contiguous(format, seqs=1, capacity=256, kv_heads=KV_HEADS) for _ in range(4)]
+    for batch in ({0: 50}, {0: 1, 1: 70}, {0: 1, 1: 1, 2: 33, 3: 5}, {3: 60, 1: 1}, {0: 1, 1: 1, 2: 1, 3: 1}, {2: 90}):
+        new = {seq: rows(n) for seq, n in batch.items()}
+        for seq, out in engine.step(new, padding=3).items():
+            q, k, v = new[seq]
+            caches[seq].append(k, v, [0, len(k)])
+            expected = caches[seq].attend(q, [0, len(q)], SCORINGS[scoring]).out
+            torch.testing.assert_close(out, expected, atol=4e-3 if device == "cpu" else 1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("name", ["k16v16", "k4v4", "k8v4"])
+def test_captured_decode_sees_what_changes(name: str, device: str) -> None:
+    """A graph of one decode step is replayed: lengths and tables change, one row of the batch is padding."""
+    torch.manual_seed(6)
+    format, seqs, width = kv.Format.parse(name, DIM), 4, 8
+    make = {"dtype": torch.int32, "device": device}
+    starts, ends = torch.tensor([0, 1, 2, 3, 3], **make), torch.zeros(seqs, **make)
+    table = torch.randperm(seqs * width, device=device).int().view(seqs, width)
+    memory = torch.zeros(seqs * width, KV_HEADS, BLOCK, format.bytes_per_token, dtype=torch.uint8, device=device)
+    layer, buffers = Layer(format, kv.Scoring()), Lengths(seqs, torch.device(device))
+    q, k, v = (x.to(device, torch.bfloat16) for x in rows(seqs))
+    out = torch.zeros(seqs, HEADS, DIM, dtype=torch.bfloat16, device=device)
+    ends[:3] = 1
+    step = Step(seqs, starts, ends, table, buffers)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer.forward(q, k, v, memory, step, out)  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.forward(q, k, v, memory, step, out)
+    caches = [kv.KVCache.contiguous(format, seqs=1, capacity=256, kv_heads=KV_HEADS, device=device) for _ in range(3)]
+    for position in range(1, 70):
+        new = [x.to(device, torch.bfloat16) for x in rows(seqs)]
+        for held, fresh in zip((q, k, v), new, strict=True):
+            held.copy_(fresh)
+        ends[:3] = position
+        Step(seqs, starts, ends, table, buffers)  # what a builder does before each replay
+        graph.replay()
+        for seq, cache in enumerate(caches):
+            cache.append(k[seq : seq + 1], v[seq : seq + 1])
+            expected = cache.attend(q[seq : seq + 1]).out[0]
+            torch.testing.assert_close(out[seq], expected, atol=2e-2, rtol=0)
+
+
+def test_blocks_that_sequences_share() -> None:
+    """A prefix that another request computed: its blocks stand in both tables, and only new tokens are written."""
+    torch.manual_seed(1)
+    engine = Engine(kv.Format.parse("k8v8", DIM), kv.Scoring())
+    prefix, tail = rows(2 * BLOCK), rows(10)
+    alone = engine.step({0: tuple(torch.cat(pair) for pair in zip(prefix, tail, strict=True))})[0][-10:]
+    engine.table[1, :2] = engine.table[0, :2]
+    engine.lengths[1] = 2 * BLOCK
+    torch.testing.assert_close(engine.step({1: tail})[1], alone, atol=2e-3, rtol=0)
+
+
+def test_blocks_that_left_the_window_are_not_read() -> None:
+    torch.manual_seed(2)
+    engine = Engine(kv.Format.parse("k4v4", DIM), kv.Scoring(window=20))
+    engine.step({0: rows(4 * BLOCK)})
+    engine.memory[0] = 255  # NaN in every scale
+    engine.table[0, :2] = 0  # the engine gave them back
+    assert bool(engine.step({0: rows(1)})[0].isfinite().all())
+
+
+def test_layer_that_shares_keys_writes_nothing() -> None:
+    torch.manual_seed(3)
+    engine = Engine(kv.Format.parse("k4v4", DIM), kv.Scoring())
+    new = rows(40)
+    expected = engine.step({0: new})[0]
+    before = engine.memory.clone()
+    step = Step(
+        40,
+        torch.tensor([0, 40], dtype=torch.int32),
+        torch.tensor([40], dtype=torch.int32),
+        engine.table[:1].contiguous(),
+        engine.buffers,
+    )
+    out = torch.empty(40, HEADS, DIM)
+    engine.layer.forward(new[0], None, None, engine.memory, step, out)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(engine.memory, before)
+
+
+def test_sink_logits() -> None:
+    torch.manual_seed(4)
+    engine = Engine(kv.Format.parse("k16:f32/v16:f32", DIM), kv.Scoring())
+    engine.layer.sink_logits = torch.randn(HEADS)
+    q, k, v = rows(20)
+    expected = kv.attend_dense(q, k, v, [0, 20], sink_logits=engine.layer.sink_logits).out
+    torch.testing.assert_close(engine.step({0: (q, k, v)})[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "table", "message"),
+    [([40], [[99, 1]], "names pages outside"), ([-3], [[1, 2]], "length of sequence 0"), ([5], [[1, 2]], "more new")],
+)
+def test_contents_out_of_range_are_refused_before_anything_is_written(
+    ends: list[int], table: list[list[int]], message: str
+) -> None:
+    engine = Engine(kv.Format.parse("k4v4", DIM), kv.Scoring())
+    before = engine.memory.clone()
+    q, k, v = rows(8)
+    step = Step(
+        8,
+        torch.tensor([0, 8], dtype=torch.int32),
+        torch.tensor(ends, dtype=torch.int32),
+        torch.tensor(table, dtype=torch.int32),
+        engine.buffers,
+    )
+    with pytest.raises(InputError, match=message):
+        engine.layer.forward(q, k, v, engine.memory, step, torch.empty(8, HEADS, DIM))
+    assert torch.equal(engine.memory, before)
+
+
+def test_step_with_wrong_shapes_is_refused() -> None:
+    with pytest.raises(InputError, match="3 sequences need"):
+        Step(3, torch.arange(4).int(), torch.ones(3).int(), torch.zeros(3, 2).int(), Lengths(2, CPU))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a guard page behind it, made here for Linux")
+@pytest.mark.parametrize("name", ["k4v4", "k3v2", "k8v5", "k16v16"])
+def test_memory_without_spare_bytes(name: str) -> None:
+    """An engine's memory ends with its last page: reading past it would end the process."""
+    torch.manual_seed(5)
+    format = kv.Format.parse(name, DIM)
+    engine = Engine(format, kv.Scoring(), blocks=3, seqs=1, width=2)
+    engine.memory = guarded(engine.memory.numel()).view(engine.memory.shape)
+    engine.step({0: rows(2 * BLOCK - 1)})
+    assert bool(engine.step({0: rows(1)})[0].isfinite().all())
+
+
+def guarded(size: int) -> Tensor:
+    """Memory whose end is the start of a page that cannot be read."""
+    page = mmap.PAGESIZE
+    whole = -(-size // page) * page
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    start = libc.mmap(None, whole + page, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
+    assert libc.mprotect(start + whole, page, 0) == 0
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(start + whole - size), dtype=torch.uint8)
+
+
+def test_plan_of_a_format() -> None:
+    assert Switch.parse({}) is None
+    assert Switch.parse({"another plugin": 1}) is None
+    switch = Switch.parse({"aurakv": "k4v16"})
+    assert switch is not None
+    assert switch.layer(7).format == "k4v16"
+    switch.check_model(30, 3, 64)
+    with pytest.raises(InputError, match="dim"):
+        switch.check_model(30, 3, 44)
+    for wrong in (4, None, {"format": "k4v4"}, "k4", "k7v4"):
+        with pytest.raises(InputError):
+            Switch.parse({"aurakv": wrong})
+
+
+def test_plan_of_a_policy(tmp_path: Path) -> None:
+    layers = (
+        LayerPolicy("k8v4", key_offset=torch.randn(4, DIM)),
+        LayerPolicy("k4v4", key_scale=torch.rand(4, DIM) + 1),
+    )
+    Policy(4, DIM, layers).save(tmp_path / "policy.json")
+    switch = Switch.parse({"aurakv": str(tmp_path / "policy.json")})
+    assert switch is not None
+    assert [switch.layer(i).format for i in range(2)] == ["k8v4", "k4v4"]
+    switch.check_model(2, 4, DIM)
+    with pytest.raises(InputError, match="2 KV layers"):
+        switch.check_model(3, 4, DIM)
+    offset, key_scale = switch.layer(0).key_offset, switch.layer(1).key_scale
+    assert offset is not None
+    assert key_scale is not None
+    for ranks, rank, heads, first in ((1, 0, 4, 0), (2, 1, 2, 2), (4, 3, 1, 3), (8, 5, 1, 2)):
+        torch.testing.assert_close(shard(switch.layer(0), rank, ranks, heads).key_offset, offset[first : first + heads])
+        torch.testing.assert_close(
+            shard(switch.layer(1), rank, ranks, heads).key_scale, key_scale[first : first + heads]
+        )
+    Policy(4, DIM, layers, first=4).save(tmp_path / "uncompressed.json")
+    uncompressed = Switch.parse({"aurakv": str(tmp_path / "uncompressed.json")})
+    assert uncompressed is not None
+    assert uncompressed.policy is not None
+    assert uncompressed.policy.first == 0
+    assert switch.note is None
+    assert "first 4 and most recent 0 tokens uncompressed" in str(uncompressed.note)
+
+
+def test_a_policy_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    for number, format in enumerate(("k8v4", "k4v3", "k4v3")):
+        Policy(4, DIM, (LayerPolicy(format),)).save(path)
+        os.utime(path, ns=(number, number))  # two writes may fall into one tick of the clock
+        switch = Switch.parse({"aurakv": str(path)})
+        assert switch is not None
+        assert switch.layer(0).format == format
+    assert Switch.parse({"aurakv": str(path)}) is switch, "every layer of an engine asks for it"
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_plan_of_a_shipped_policy(name: str) -> None:
+    switch, policy = Switch.parse({"aurakv": name}), Policy.load(name)
+    assert switch is not None
+    switch.check_model(len(policy.layers), policy.kv_heads, policy.head_dim)
+    assert [switch.layer(i).format for i in range(len(policy.layers))] == [layer.format for layer in policy.layers]
+
+
+def test_offsets_and_balance_leave_attention_as_it_is() -> None:
+    """At 8 bits the result is close to uncompressed attention, with keys that need both."""
+    torch.manual_seed(7)
+    policy = LayerPolicy(
+        "k8v8",
+        key_offset=3 * torch.randn(KV_HEADS, DIM),
+        value_offset=torch.randn(KV_HEADS, DIM),
+        key_scale=torch.rand(KV_HEADS, DIM) + 0.5,
+    )
+    engine = Engine(kv.Format.parse("k8v8", DIM), kv.Scoring())
+    engine.layer = Layer(kv.Format.parse("k8v8", DIM), kv.Scoring(), policy=policy)
+    q, k, v = rows(90)
+    assert policy.key_offset is not None
+    assert policy.key_scale is not None
+    k += policy.key_offset / policy.key_scale
+    out = torch.cat([engine.step({0: (q[:60], k[:60], v[:60])})[0], engine.step({0: (q[60:], k[60:], v[60:])})[0]])
+    torch.testing.assert_close(out, kv.attend_dense(q, k, v, [0, 90]).out, atol=5e-2, rtol=0)
+
+
+def test_pages_of_whole_blocks_have_no_padding() -> None:
+    """vLLM counts bytes per token; our pages must be exactly that many times their tokens."""
+    for name in ("k2v2", "k3v3", "k4v5", "k6v8", "k16v16"):
+        for dim in (64, 80, 96, 128, 160, 256):
+            format = kv.Format.parse(name, dim)
+            assert format.layout(3 * TOKENS).bytes == 3 * TOKENS * format.bytes_per_token
