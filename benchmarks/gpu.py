@@ -23,6 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 import aurakv as kv
 from aurakv import backends
 from aurakv.attention import ops
+from aurakv.attention.step import Rows
 from aurakv.backends import reference
 from aurakv.bench import bandwidth
 from aurakv.bench.timing import GraphTimer
@@ -134,8 +135,8 @@ def check(q: Tensor, pages: Pages, queries: int, out: Tensor) -> float:
         rows = slice(seq * queries, seq * queries + min(queries, 4))
         count = rows.stop - rows.start
         ends = alone.lengths - (queries - count)
-        starts = torch.tensor([0, count], device="cuda", dtype=torch.int32)
-        truth = reference.attend(q[rows].double(), alone, starts, ends, kv.Scoring(), None, None, "float32", None).out
+        where = Rows(torch.tensor([0, count], device="cuda", dtype=torch.int32))
+        truth = reference.attend(q[rows].double(), alone, where, ends, kv.Scoring(), None, None, "float32", None).out
         worst = max(worst, ((out[rows].double() - truth).norm() / truth.norm()).item())
     return worst
 

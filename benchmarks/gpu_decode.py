@@ -28,9 +28,10 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aurakv.attention.scoring import Scoring
+from aurakv.attention.step import Rows
 from aurakv.backends import reference
 from aurakv.backends.triton.decode import launch
-from aurakv.checks import starts as check_starts
+from aurakv.checks import rows_of
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate, parts
 
@@ -108,16 +109,16 @@ def plain_read(pages: Pages, flush: str) -> float:
     return microseconds(words.sum, flush)
 
 
-def decode(q: torch.Tensor, pages: Pages, starts: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def decode(q: torch.Tensor, pages: Pages, starts: Rows, scoring: Scoring) -> torch.Tensor:
     return launch.attend(q, pages, starts, pages.lengths, scoring, None, None, None).out
 
 
-def error(q: torch.Tensor, pages: Pages, starts: torch.Tensor, scoring: Scoring) -> float:
+def error(q: torch.Tensor, pages: Pages, starts: Rows, scoring: Scoring) -> float:
     """Relative to float64 on the same codes, of the first sequence."""
     queries = q.shape[0] // pages.seqs
     one = dataclasses.replace(pages, table=pages.table[:1].contiguous(), lengths=pages.lengths[:1].contiguous())
     first = q[:queries].double()
-    exact = reference.attend(first, one, starts[:2], one.lengths, scoring, None, None, "fast", None).out
+    exact = reference.attend(first, one, Rows(starts.starts[:2]), one.lengths, scoring, None, None, "fast", None).out
     return float((decode(q, pages, starts, scoring)[:queries].double() - exact).norm() / exact.norm())
 
 
@@ -202,9 +203,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append({"flush": args.flush, "rival": name, **shape, **times})
             print(f"  {name:24}: {time:6.1f} us x{base / time:.2f} error {wrong:.1e}", flush=True)
         scoring = Scoring(softcap=args.softcap, recent=args.uncompressed, first=min(4, args.uncompressed))
-        starts = check_starts("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
+        starts = rows_of("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
         if args.queries > 1:
-            starts = args.queries * starts
+            starts = Rows(args.queries * starts.starts)
         for name in args.formats:
             for page_size in args.pages:
                 size = page_size or tokens

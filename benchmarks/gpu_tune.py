@@ -19,7 +19,7 @@ import torch
 
 from aurakv.attention.scoring import Scoring
 from aurakv.backends.triton.decode import launch
-from aurakv.checks import starts as check_starts
+from aurakv.checks import rows_of
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def main() -> None:
     for seqs, kv_heads, group, tokens in (gpu_decode.SHAPES[i] for i in args.shapes):
         base = gpu_decode.sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush)
         print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} cuDNN bf16 {base:.1f} us", flush=True)
-        starts = check_starts("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
+        starts = rows_of("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
         q = torch.randn(seqs, kv_heads * group, args.dim, device=gpu_decode.DEVICE, dtype=torch.bfloat16)
         for name in args.formats:
             pages = gpu_decode.random_pages(name, args.dim, seqs, kv_heads, tokens, 64)

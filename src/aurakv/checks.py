@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .arguments import index, instance, shown, whole
 from .attention.scoring import Scoring
+from .attention.step import Rows
 from .errors import InputError
 from .format.codec import Codec, Codes
 from .storage.pages import Pages
@@ -104,23 +105,30 @@ def logits(sink_logits: Tensor | None, heads: int, device: torch.device) -> None
         raise InputError(f"sink_logits must be [{heads}] (query heads), got {list(sink_logits.shape)}")
 
 
-def starts(name: str, given: Starts, seqs: int, tokens: int, device: torch.device) -> Tensor:
+def rows_of(name: str, given: Starts, seqs: int, tokens: int, device: torch.device) -> Rows:
     """Row boundaries [seqs + 1] as int32 on the device: from a list or tensor; if None, as `bounds` has them.
 
     A tensor that already is on a GPU is not read here: kernels stay in bounds whatever it holds.
     """
     if given is None and tokens == seqs:
-        return _one_each(seqs, device)
+        return Rows(_one_each(seqs, device), single=True)
     if isinstance(given, Tensor):
         if given.dtype not in (torch.int32, torch.int64) or given.shape != (seqs + 1,):
             raise InputError(f"{name} must be int32 or int64 [{seqs + 1}], got {given.dtype} {list(given.shape)}")
         if given.device.type != "cpu":
             if given.device != device:
                 raise InputError(f"{name} must be on {device} or the CPU, got {given.device}")
-            return given.to(torch.int32)
+            return Rows(given.to(torch.int32))
         bounds(name, given, seqs, tokens)
-        return given.to(device=device, dtype=torch.int32)
-    return torch.tensor(bounds(name, given, seqs, tokens), dtype=torch.int32, device=device)
+        return Rows(given.to(device=device, dtype=torch.int32))
+    return on_device(bounds(name, given, seqs, tokens), device)
+
+
+def on_device(listed: list[int], device: torch.device) -> Rows:
+    """Rows with boundaries that the host has checked."""
+    if listed == list(range(len(listed))):
+        return Rows(_one_each(len(listed) - 1, device), single=True)
+    return Rows(torch.tensor(listed, dtype=torch.int32, device=device))
 
 
 def bounds(name: str, given: Starts, seqs: int, tokens: int) -> list[int]:
@@ -181,7 +189,8 @@ def truncate(seq: int, length: int, most: int) -> int:
 
 def precision(given: str) -> None:
     if given not in PRECISIONS:
-        raise InputError(f"precision must be one of {list(PRECISIONS)}, got {given!r}")
+        renamed = ": what was 'exact' is 'float32' now" if given == "exact" else ""
+        raise InputError(f"precision must be one of {list(PRECISIONS)}, got {shown(given)}{renamed}")
 
 
 def splits(given: int | None) -> int | None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import aurakv as kv
+from aurakv.attention.step import Rows
 from aurakv.calibration.policy import LayerPolicy, Policy, shipped
 from aurakv.errors import InputError
-from aurakv.vllm.layer import TOKENS, Layer, Lengths, Step
+from aurakv.vllm.layer import TOKENS, Batch, Layer, Memory
 from aurakv.vllm.switch import Switch, shard
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 64, 32
@@ -43,7 +44,7 @@ class Engine:
         self.free = torch.randperm(blocks - 1).add(1).tolist()  # block 0 stays empty, as engines keep it
         self.table = torch.zeros(seqs, width, dtype=torch.int32)
         self.lengths = [0] * seqs
-        self.buffers = Lengths(seqs, self.device)
+        self.owned = Memory(self.device)
 
     def step(self, rows: dict[int, tuple[Tensor, Tensor, Tensor]], *, padding: int = 0) -> dict[int, Tensor]:
         """One pass over some sequences: new (q, k, v) rows each; gives their attention."""
@@ -57,15 +58,16 @@ class Engine:
         q, k, v = (torch.cat([*(rows[seq][i] for seq in order)]) for i in range(3))
         q, k, v = (torch.cat([x, x.new_full((padding, *x.shape[1:]), float("nan"))]) for x in (q, k, v))
         q, k, v = q.to(self.device), k.to(self.device), v.to(self.device)
-        step = Step(
+        single = tokens == len(order) and int(counts.max()) == 1
+        batch = Batch(
             tokens,
-            counts.cumsum(0).int().to(self.device),
+            Rows(counts.cumsum(0).int().to(self.device), single),
             torch.tensor([self.lengths[seq] for seq in order], dtype=torch.int32, device=self.device),
             self.table[order].to(self.device).contiguous(),
-            self.buffers,
+            self.owned,
         )
         out = torch.full((tokens + padding, HEADS, DIM), 7.0, device=self.device)
-        self.layer.forward(q, k, v, self.memory, step, out)
+        self.layer.forward(q, k, v, self.memory, batch, out)
         assert bool((out[tokens:] == 7).all()), "rows behind the batch are not ours"
         parts = out[:tokens].cpu().split(counts[1:].tolist())
         return dict(zip(order, parts, strict=True))
@@ -102,7 +104,8 @@ def test_chunks_and_mixed_batches_equal_a_cache(name: str, scoring: str, device:
 
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("name", ["k16v16", "k4v4", "k8v4"])
-def test_captured_decode_sees_what_changes(name: str, device: str) -> None:
+@pytest.mark.parametrize("single", [True, False])
+def test_captured_decode_sees_what_changes(name: str, single: bool, device: str) -> None:
     """A graph of one decode step is replayed: lengths and tables change, one row of the batch is padding."""
     torch.manual_seed(6)
     format, seqs, width = kv.Format.parse(name, DIM), 4, 8
@@ -110,31 +113,33 @@ def test_captured_decode_sees_what_changes(name: str, device: str) -> None:
     starts, ends = torch.tensor([0, 1, 2, 3, 3], **make), torch.zeros(seqs, **make)
     table = torch.randperm(seqs * width, device=device).int().view(seqs, width)
     memory = torch.zeros(seqs * width, KV_HEADS, BLOCK, format.bytes_per_token, dtype=torch.uint8, device=device)
-    layer, buffers = Layer(format, kv.Scoring()), Lengths(seqs, torch.device(device))
+    layer, owned = Layer(format, kv.Scoring()), Memory(torch.device(device))
     q, k, v = (x.to(device, torch.bfloat16) for x in rows(seqs))
     out = torch.zeros(seqs, HEADS, DIM, dtype=torch.bfloat16, device=device)
     ends[:3] = 1
-    step = Step(seqs, starts, ends, table, buffers)
+    batch = Batch(seqs, Rows(starts, single), ends, table, owned)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        layer.forward(q, k, v, memory, step, out)  # compiles
+        layer.forward(q, k, v, memory, batch, out)  # compiles
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layer.forward(q, k, v, memory, step, out)
+        layer.forward(q, k, v, memory, batch, out)
     caches = [kv.KVCache.contiguous(format, seqs=1, capacity=256, kv_heads=KV_HEADS, device=device) for _ in range(3)]
+    untouched = memory[table[3].long()].clone()  # of the sequence that pads
     for position in range(1, 70):
         new = [x.to(device, torch.bfloat16) for x in rows(seqs)]
         for held, fresh in zip((q, k, v), new, strict=True):
             held.copy_(fresh)
         ends[:3] = position
-        Step(seqs, starts, ends, table, buffers)  # what a builder does before each replay
         graph.replay()
         for seq, cache in enumerate(caches):
             cache.append(k[seq : seq + 1], v[seq : seq + 1])
             expected = cache.attend(q[seq : seq + 1]).out[0]
             torch.testing.assert_close(out[seq], expected, atol=2e-2, rtol=0)
+    assert torch.equal(memory[table[3].long()], untouched)
+    assert not bool(owned.overflow)
 
 
 def test_blocks_that_sequences_share() -> None:
@@ -163,15 +168,15 @@ def test_layer_that_shares_keys_writes_nothing() -> None:
     new = rows(40)
     expected = engine.step({0: new})[0]
     before = engine.memory.clone()
-    step = Step(
+    batch = Batch(
         40,
-        torch.tensor([0, 40], dtype=torch.int32),
+        Rows(torch.tensor([0, 40], dtype=torch.int32)),
         torch.tensor([40], dtype=torch.int32),
         engine.table[:1].contiguous(),
-        engine.buffers,
+        engine.owned,
     )
     out = torch.empty(40, HEADS, DIM)
-    engine.layer.forward(new[0], None, None, engine.memory, step, out)
+    engine.layer.forward(new[0], None, None, engine.memory, batch, out)
     torch.testing.assert_close(out, expected)
     assert torch.equal(engine.memory, before)
 
@@ -195,21 +200,21 @@ def test_contents_out_of_range_are_refused_before_anything_is_written(
     engine = Engine(kv.Format.parse("k4v4", DIM), kv.Scoring())
     before = engine.memory.clone()
     q, k, v = rows(8)
-    step = Step(
+    batch = Batch(
         8,
-        torch.tensor([0, 8], dtype=torch.int32),
+        Rows(torch.tensor([0, 8], dtype=torch.int32)),
         torch.tensor(ends, dtype=torch.int32),
         torch.tensor(table, dtype=torch.int32),
-        engine.buffers,
+        engine.owned,
     )
     with pytest.raises(InputError, match=message):
-        engine.layer.forward(q, k, v, engine.memory, step, torch.empty(8, HEADS, DIM))
+        engine.layer.forward(q, k, v, engine.memory, batch, torch.empty(8, HEADS, DIM))
     assert torch.equal(engine.memory, before)
 
 
 def test_step_with_wrong_shapes_is_refused() -> None:
     with pytest.raises(InputError, match="3 sequences need"):
-        Step(3, torch.arange(4).int(), torch.ones(3).int(), torch.zeros(3, 2).int(), Lengths(2, CPU))
+        Batch(3, Rows(torch.arange(4).int()), torch.ones(3).int(), torch.zeros(2, 2).int(), Memory(CPU))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a guard page behind it, made here for Linux")

@@ -122,8 +122,8 @@ def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts = None, *, backend
         return torch_ops.append(pages, k, v, starts, backend)
     pages.check()
     checks.new_tokens(k, v, pages)
-    bounds = checks.starts("starts", starts, pages.seqs, k.shape[0], k.device)
-    backends.select(backend, pages.format, k.device, k.dtype).append(pages, k, v, bounds)
+    rows = checks.rows_of("starts", starts, pages.seqs, k.shape[0], k.device)
+    backends.select(backend, pages.format, k.device, k.dtype).append(pages, k, v, rows)
 
 
 def append_codes(
@@ -132,8 +132,8 @@ def append_codes(
     """Like append, for tokens that already are encoded: [tokens, kv_heads]."""
     pages.check()
     checks.new_codes(keys, values, pages)
-    bounds = checks.starts("starts", starts, pages.seqs, keys.data.shape[0], pages.data.device)
-    backends.select(backend, pages.format, pages.data.device).append_codes(pages, keys, values, bounds)
+    rows = checks.rows_of("starts", starts, pages.seqs, keys.data.shape[0], pages.data.device)
+    backends.select(backend, pages.format, pages.data.device).append_codes(pages, keys, values, rows)
 
 
 def attend(
@@ -168,13 +168,13 @@ def attend(
     checks.logits(sink_logits, q.shape[1], device)
     checks.precision(precision)
     splits = checks.splits(splits)
-    bounds = checks.starts("starts", starts, pages.seqs, q.shape[0], device)
+    rows = checks.rows_of("starts", starts, pages.seqs, q.shape[0], device)
     last = checks.ends(ends, pages.lengths)
     chosen = backends.select(backend, pages.format, device, q.dtype)
     if workspace is not None:
         needed = chosen.workspace_bytes(pages, q.shape[0], q.shape[1], splits)
         checks.workspace(workspace, needed, device)
-    return chosen.attend(q, pages, bounds, last, scoring, sink_logits, splits, precision, workspace)
+    return chosen.attend(q, pages, rows, last, scoring, sink_logits, splits, precision, workspace)
 
 
 def attend_workspace(
@@ -217,8 +217,9 @@ def attend_dense(
     checks.queries(q, k.shape[1], k.shape[2], k.device)
     checks.logits(sink_logits, q.shape[1], k.device)
     seqs = q.shape[0] if starts is None else len(starts) - 1
-    bounds = checks.starts("starts", starts, seqs, q.shape[0], q.device)
-    key_bounds = checks.starts("key_starts", starts if key_starts is None else key_starts, seqs, k.shape[0], k.device)
+    rows = checks.rows_of("starts", starts, seqs, q.shape[0], q.device)
+    given = starts if key_starts is None else key_starts
+    key_bounds = checks.rows_of("key_starts", given, seqs, k.shape[0], k.device).starts
     last = checks.ends(ends, key_bounds.diff())
     chosen = backends.select(backend, None, q.device, q.dtype)
-    return chosen.attend_dense(q, k, v, bounds, key_bounds, last, scoring, sink_logits)
+    return chosen.attend_dense(q, k, v, rows, key_bounds, last, scoring, sink_logits)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..arguments import instance
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
+from ..attention.step import Rows, Run, Step
 from ..errors import BackendError, InputError
 from ..format.codec import Codec, Codes, Format
 from ..storage.pages import Pages
@@ -34,13 +35,13 @@ class Backend(Protocol):
     def values(
         self, weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float
     ) -> Tensor: ...
-    def append(self, pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None: ...
-    def append_codes(self, pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None: ...
+    def append(self, pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None: ...
+    def append_codes(self, pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None: ...
     def attend(
         self,
         q: Tensor,
         pages: Pages,
-        starts: Tensor,
+        rows: Rows,
         ends: Tensor,
         scoring: Scoring,
         sink_logits: Tensor | None,
@@ -53,12 +54,13 @@ class Backend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        starts: Tensor,
+        rows: Rows,
         key_starts: Tensor,
         ends: Tensor,
         scoring: Scoring,
         sink_logits: Tensor | None,
     ) -> Partial: ...
+    def prepare_step(self, step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run: ...
 
 
 # Where a backend lives: a module is one, or has several in its dict `backends`. Imported when first asked.

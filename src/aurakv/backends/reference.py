@@ -7,6 +7,7 @@ merged, so nothing of the size of the context is expanded.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..attention.partial import Partial, merge, sink
 from ..attention.scoring import Scoring
+from ..attention.step import Rows, Run, Step, in_two_calls
 from ..format.codec import Codec, Codes, Format
 from ..format.packing import pack, unpack
 from ..storage.pages import Pages
@@ -91,14 +93,14 @@ def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, t
     return codec.unrotate(out).flatten(1, 2).to(weights.dtype)
 
 
-def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
+def append(pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:
     """Encode new tokens [tokens, kv_heads, dim], write them behind each sequence, advance the lengths."""
     keys = encode(k, pages.format.key, pages.key_offset)
-    append_codes(pages, keys, encode(v, pages.format.value, pages.value_offset), starts)
+    append_codes(pages, keys, encode(v, pages.format.value, pages.value_offset), rows)
 
 
-def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
-    bounds, lengths = starts.tolist(), pages.lengths.tolist()
+def append_codes(pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:
+    bounds, lengths = rows.starts.tolist(), pages.lengths.tolist()
     stores = ((pages.key_parts(), keys), (pages.value_parts(), values))
     for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
         if a == b:
@@ -126,7 +128,7 @@ def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> No
 def attend(
     q: Tensor,
     pages: Pages,
-    starts: Tensor,
+    rows: Rows,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -134,7 +136,7 @@ def attend(
     precision: str,
     workspace: Tensor | None,
 ) -> Partial:
-    """q [tokens, heads, key dim]; sequence i owns rows starts[i]:starts[i+1], its last query is at ends[i] − 1."""
+    """q [tokens, heads, key dim]; the last query of sequence i is at ends[i] − 1."""
     work, format = _compute_dtype(q), pages.format
 
     def load(seq: int, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +146,7 @@ def attend(
 
     rotated = _group(format.key.rotate(q.to(work)), pages.kv_heads)
     held = [range(0, length) for length in pages.lengths.tolist()]
-    part = _attend(rotated, format.value.dim, starts, ends, scoring, splits, held, load)
+    part = _attend(rotated, format.value.dim, rows, ends, scoring, splits, held, load)
     return _finish(Partial(format.value.unrotate(part.out), part.lse), sink_logits, q)
 
 
@@ -152,7 +154,7 @@ def attend_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
+    rows: Rows,
     key_starts: Tensor,
     ends: Tensor,
     scoring: Scoring,
@@ -166,14 +168,18 @@ def attend_dense(
         return k[row].to(work), v[row].to(work)
 
     held = [range(end - (d - c), end) for end, c, d in zip(ends_list, bounds, bounds[1:], strict=False)]
-    part = _attend(_group(q.to(work), k.shape[1]), v.shape[-1], starts, ends, scoring, None, held, load)
+    part = _attend(_group(q.to(work), k.shape[1]), v.shape[-1], rows, ends, scoring, None, held, load)
     return _finish(part, sink_logits, q)
+
+
+def prepare_step(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
+    return in_two_calls(sys.modules[__name__], step)
 
 
 def _attend(
     q: Tensor,
     dim: int,
-    starts: Tensor,
+    rows: Rows,
     ends: Tensor,
     scoring: Scoring,
     splits: int | None,
@@ -182,7 +188,7 @@ def _attend(
 ) -> Partial:
     """q [tokens, kv_heads, group, dim] over the key positions `held` of each sequence, block by block, merged."""
     out, lse = q.new_zeros(*q.shape[:3], dim), q.new_full(q.shape[:3], -torch.inf)
-    bounds, ends_list = starts.tolist(), ends.tolist()
+    bounds, ends_list = rows.starts.tolist(), ends.tolist()
     for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
         keys, base = held[seq], ends_list[seq] - b  # row + base = position
         block = KEY_BLOCK if splits is None else max(1, -(-len(keys) // splits))

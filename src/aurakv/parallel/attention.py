@@ -55,7 +55,7 @@ def attend_share(cache: ShardedCache, q: Tensor, bounds: list[int], call: Call) 
             part = ops.attend(
                 q if rows is None else q[rows],
                 pages,
-                None if starts == list(range(len(starts))) else starts,  # one query each: ops has that tensor ready
+                starts,
                 wanted,
                 ends=None if whole and ends == table.lengths else ends,
                 splits=call.splits,
@@ -135,7 +135,6 @@ def _pages(table: PageTable, pieces: list[Piece]) -> Pages:
             ring=False,
             pinned=0,
         )
-    object.__setattr__(pages, "trusted", True)
     return pages
 
 

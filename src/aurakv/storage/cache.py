@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..arguments import instance, whole
 from ..attention import ops
 from ..attention.partial import Partial, in_dtype, join, merge
 from ..attention.scoring import Scoring, scoring_uncompressed
+from ..attention.step import Step
 from ..calibration.key_scale import scaled, scaled_keys
 from ..checks import Starts
 from ..errors import InputError
@@ -378,69 +378,45 @@ class KVCache:
         uncompressed.advance(piece)
 
     def _step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bounds: list[int],
-        call: Call,
-        kind: tuple[object, ...] | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call, kind: tuple[object, ...] | None = None
     ) -> Partial:
-        uncompressed = self.uncompressed_table
-        short = uncompressed is None or uncompressed.kept is None or longest(bounds) <= uncompressed.kept.chunk
-        prepare = self._find_fused(q.dtype) if short else None
-        if prepare is not None:
-            return self._step_fused(prepare, q, k, v, bounds, call, kind)
-        given = q.dtype
-        q, k = scaled(q, k, call.key_scale)
-        self._append(k, v, bounds)
-        if uncompressed is None or short:
-            self._append_uncompressed(k, v, bounds)
-            return in_dtype(self._attend(q, bounds, call), given)
-        # Many new tokens: the uncompressed ones are among those held so far and the new ones themselves.
-        scoring, dtype = scoring_uncompressed(call.scoring), self.uncompressed.dtype
-        ends = self.page_table.lengths
-        parts = (
-            self._attend_table(q, self.page_table, bounds, call),
-            ops.attend(
-                q, uncompressed.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend
-            ),
-            ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
-        )
-        self._append_uncompressed(k, v, bounds)
-        return in_dtype(merge(*parts), given)
-
-    def _step_fused(
-        self,
-        prepare: Callable[..., Callable[[Tensor, Tensor, Tensor], Partial]],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bounds: list[int],
-        call: Call,
-        kind: tuple[object, ...] | None,
-    ) -> Partial:
-        """Append and attend in one call, which also gives the uncompressed tokens to a ring of recent ones.
-
-        What it needs besides the addresses of its arguments is kept for the next step of the same kind.
-        """
+        table = self.uncompressed_table
+        if table is not None and table.kept is not None and longest(bounds) > table.kept.chunk:
+            return self._step_with_dense(q, k, v, bounds, call)
         ring = self.uncompressed.recent > 0
         if not ring and not self._first_complete:
             self._append_uncompressed(scaled_keys(k, call.key_scale), v, bounds)
             kind = None
-        uncompressed, pages = self.uncompressed_table, self.page_table.pages
-        beside = None if uncompressed is None else uncompressed.pages
-        options = (call.scoring, call.sink_logits, call.splits, call.precision, call.key_scale)
-        run = prepare(pages, beside, ring, q, k, v, bounds, *options)
-        if kind is not None:
+        pages, rows = self.page_table.pages, checks.on_device(bounds, q.device)
+        beside = None if self.uncompressed_table is None else self.uncompressed_table.pages
+        step = Step(pages, rows, *call, uncompressed=beside, uncompressed_too=ring)
+        run = backends.select(self.backend, self.format, self.pool.device, q.dtype).prepare_step(step, q, k, v)
+        if kind is not None:  # what it needs besides the addresses of its arguments is kept for the next token
             limits = [table.page_ends() for table in (self.page_tables if ring else [self.page_table])]
             self._prepared = Prepared(kind, call, pages, [min(each) for each in zip(*limits, strict=True)], run)
         part = run(q, k, v)
         self._advance(bounds)
         return part
 
+    def _step_with_dense(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call) -> Partial:
+        """Many new tokens: the uncompressed ones are among those held so far and the new ones themselves."""
+        table = self.uncompressed_table
+        assert table is not None
+        given = q.dtype
+        q, k = scaled(q, k, call.key_scale)
+        self._append(k, v, bounds)
+        scoring, dtype = scoring_uncompressed(call.scoring), self.uncompressed.dtype
+        ends = self.page_table.lengths
+        parts = (
+            self._attend_table(q, self.page_table, bounds, call),
+            ops.attend(q, table.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend),
+            ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
+        )
+        self._append_uncompressed(k, v, bounds)
+        return in_dtype(merge(*parts), given)
+
     def _advance(self, bounds: Sequence[int]) -> None:
-        """Follow what a fused step did."""
+        """Follow what a step did."""
         self.page_table.advance(bounds)
         if self.uncompressed_table is not None and self.uncompressed.recent > 0:
             self.uncompressed_table.advance(bounds)
@@ -453,13 +429,6 @@ class KVCache:
             not self.uncompressed.recent and min(uncompressed.lengths, default=0) >= self.uncompressed.first
         )
 
-    def _find_fused(self, dtype: torch.dtype) -> Callable[..., Any] | None:
-        """What prepares a call of the backend that appends and attends at once, if it has one."""
-        if torch.compiler.is_compiling():
-            return None
-        chosen = backends.select(self.backend, self.format, self.pool.device, dtype)
-        return getattr(chosen, "prepare_step", None)
-
     def _attend(self, q: Tensor, bounds: list[int], call: Call) -> Partial:
         if self.uncompressed_table is None:
             return self._attend_table(q, self.page_table, bounds, call)
@@ -471,7 +440,7 @@ class KVCache:
         return ops.attend(
             q,
             table.pages,
-            None if bounds == list(range(len(bounds))) else bounds,  # one query each: ops has that tensor ready
+            bounds,
             call.scoring,
             ends=None if table is self.page_table else self.pages.lengths,  # first tokens may be all that it has
             sink_logits=call.sink_logits,

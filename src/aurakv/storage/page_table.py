@@ -262,8 +262,8 @@ class PageTable:
             self.pinned,
             pool.key_offset,
             pool.value_offset,
+            trusted=True,
         )
-        object.__setattr__(self.pages, "trusted", True)
 
     def check_seq(self, seq: int) -> int:
         found = index(seq)

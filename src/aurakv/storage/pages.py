@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +35,12 @@ class Pages:
     pinned: int = 0  # leading table entries that never wrap
     key_offset: Tensor | None = None  # [kv_heads, dim] float32, subtracted before rotation
     value_offset: Tensor | None = None
-    trusted: bool = field(default=False, init=False, compare=False)  # a cache's own, right by construction
+    trusted: bool = field(default=False, compare=False)  # a cache's own, right by construction
+    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # derived by backends
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy takes over: not what backends remember about these tensors, such as their addresses."""
-        return {each.name: self.__dict__[each.name] for each in fields(self)}
+        return {each.name: self.__dict__[each.name] for each in fields(self)} | {"memo": {}}
 
     @property
     def kv_heads(self) -> int:
@@ -55,12 +57,12 @@ class Pages:
 
     def read(self) -> tuple[int, list[int]]:
         """The overflow flag and the lengths. Waits for a GPU; on the CPU it is made for the pace of single tokens."""
-        memory = self.__dict__.get("_memory")
+        memory = self.memo.get("lengths")
         if memory is None:
             if self.data.device.type != "cpu":
                 return int(self.overflow), self.lengths.tolist()
             memory = [(ctypes.c_int32 * len(x)).from_address(x.data_ptr()) for x in (self.overflow, self.lengths)]
-            object.__setattr__(self, "_memory", memory)
+            self.memo["lengths"] = memory
         return memory[0][0], memory[1][:]
 
     def slots(self, seq: int, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,9 +93,9 @@ class Pages:
 
         A `trusted` description comes from a cache that looks after its contents. On a GPU contents are not read.
         """
-        if not self.__dict__.get("_checked"):
+        if "checked" not in self.memo:
             self._check()
-            object.__setattr__(self, "_checked", True)
+            self.memo["checked"] = True
         if not self.trusted and self.data.device.type == "cpu":
             self.check_values()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import checks
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
+from ..attention.step import Run
 from ..errors import InputError
 from .page_table import Kept
 from .pages import Pages
@@ -38,7 +39,7 @@ class Prepared(NamedTuple):
     call: Call
     pages: Pages
     limits: list[int]  # of the lengths: below them, the slots are there
-    run: Callable[[Tensor, Tensor, Tensor], Partial]
+    run: Run
 
     def serves(self, kind: tuple[object, ...] | None, sink_logits: Tensor | None, key_scale: Tensor | None) -> bool:
         return kind == self.kind and sink_logits is self.call.sink_logits and key_scale is self.call.key_scale
@@ -121,7 +122,7 @@ def own_scoring(given: Scoring | None, kept: Kept | None, uncompressed: Uncompre
         raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
     if scoring.first or scoring.recent or scoring.only_uncompressed:
         raise InputError(
-            "a cache has its own uncompressed tokens: the scoring must not name first, recent or uncompressed"
+            "a cache has its own uncompressed tokens: the scoring must not name first, recent or only_uncompressed"
         )
     if not uncompressed.first and not uncompressed.recent:
         return scoring

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
+from ..attention.step import Rows, Run, Step, in_two_calls
 from ..backends import reference
 from ..format.codec import Codes
 from ..storage.pages import Pages
@@ -22,6 +23,9 @@ class _Broken:
     name = "broken"
     fast_error = 0.0
     float64 = True
+
+    def prepare_step(self, step: Step, *like: object) -> Run:
+        return in_two_calls(self, step)
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(reference, attribute)
@@ -61,10 +65,10 @@ class UnmergedSplit(_Broken):
 
     name = "broken-unmerged-split"
 
-    def attend(self, q: Tensor, pages: Pages, starts: Tensor, ends: Tensor, scoring: Scoring, *rest: Any) -> Partial:
+    def attend(self, q: Tensor, pages: Pages, rows: Rows, ends: Tensor, scoring: Scoring, *rest: Any) -> Partial:
         sink_logits, _splits, *others = rest
         with mock.patch.object(reference, "merge", lambda *parts: parts[-1]):
-            return reference.attend(q, pages, starts, ends, scoring, sink_logits, 2, *others)
+            return reference.attend(q, pages, rows, ends, scoring, sink_logits, 2, *others)
 
 
 class StaleScale(_Broken):
@@ -72,9 +76,9 @@ class StaleScale(_Broken):
 
     name = "broken-stale-scale"
 
-    def append(self, pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
+    def append(self, pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:
         old = pages.lengths.clone()
-        reference.append(pages, k, v, starts)
+        reference.append(pages, k, v, rows)
         scale = pages.key_parts().scale
         if scale is not None:
             for seq in range(pages.seqs):
@@ -88,8 +92,8 @@ class IgnoredSoftCap(_Broken):
 
     name = "broken-ignored-soft-cap"
 
-    def attend(self, q: Tensor, pages: Pages, starts: Tensor, ends: Tensor, scoring: Scoring, *rest: Any) -> Partial:
-        return reference.attend(q, pages, starts, ends, dataclasses.replace(scoring, softcap=None), *rest)
+    def attend(self, q: Tensor, pages: Pages, rows: Rows, ends: Tensor, scoring: Scoring, *rest: Any) -> Partial:
+        return reference.attend(q, pages, rows, ends, dataclasses.replace(scoring, softcap=None), *rest)
 
 
 class WrongHeadStride(_Broken):

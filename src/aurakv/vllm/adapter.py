@@ -31,9 +31,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from ..attention.scoring import Scoring
+from ..attention.step import Rows
 from ..errors import InputError
 from ..format.codec import Format
-from .layer import FAST_TOKENS, TOKENS, Layer, Lengths, Step
+from .layer import FAST_TOKENS, TOKENS, Batch, Layer, Memory
 from .switch import Switch, shard
 
 _logger = init_logger("vllm.aurakv")
@@ -244,7 +245,7 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: Batch | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -258,7 +259,7 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
 
 
 class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the step that all layers of a group share.
+    """Makes the batch that all layers of a group share.
 
     Captured whole, graphs hold any batch of equally many queries a sequence: what a layer does follows from shapes on
     the host and from starts, lengths and tables on the device, and sequences that pad a batch have no rows.
@@ -275,14 +276,15 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
                 "aurakv cannot serve this: the policy gives layers with a window and layers without one blocks of"
                 f" different sizes, which vLLM would pad to {kv_cache_spec.page_size_bytes} bytes"
             )
-        self.buffers = Lengths(vllm_config.scheduler_config.max_num_seqs + 1, device)
+        self.memory = Memory(device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Step:
+    ) -> Batch:
         batch = common_attn_metadata
         if batch.causal is not True:
             raise InputError("aurakv serves causal attention")
-        return Step(
-            batch.num_actual_tokens, batch.query_start_loc, batch.seq_lens, batch.block_table_tensor, self.buffers
+        rows = Rows(
+            batch.query_start_loc, single=batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
         )
+        return Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory)

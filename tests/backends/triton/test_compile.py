@@ -15,6 +15,7 @@ import torch
 
 from aurakv import checks
 from aurakv.attention.scoring import Scoring
+from aurakv.attention.step import Rows
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
 
@@ -157,7 +158,7 @@ def launch_attend(pages, queries, scoring=None, precision="fast", group=4, dtype
     tokens = pages.seqs * queries
     q = torch.empty(tokens, pages.kv_heads * group, pages.format.key.dim, dtype=dtype)
     starts = torch.arange(pages.seqs + 1, dtype=torch.int32) * queries
-    attention.attend(q, pages, starts, pages.lengths, scoring or Scoring(), None, None, precision, None)
+    attention.attend(q, pages, Rows(starts), pages.lengths, scoring or Scoring(), None, None, precision, None)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -203,7 +204,7 @@ def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
     q = torch.empty(512, 8, dim, dtype=torch.bfloat16)
     assert extend.why_not_shape(q, pages, Scoring(), "fast") is None
     starts = torch.tensor([0, 512], dtype=torch.int32)
-    extend.attend(q, pages, starts, pages.lengths, Scoring(window=3000, sinks=4), None, None, None)
+    extend.attend(q, pages, Rows(starts), pages.lengths, Scoring(window=3000, sinks=4), None, None, None)
     prepare = "prepare_kernel" if pages.format.key.bits > 4 else "prepare_integers_kernel"
     assert set(seen) == {prepare, "extend_kernel", "finish_kernel"}
     for kernel, spills in compile_for.report(seen, 90, f"{name} d{dim}"):
@@ -262,7 +263,7 @@ def test_append_of_a_token(compile_for, tmp_path, capability, name):
     seen = compile_for(capability)
     pages = pages_of(name, 128, 4, 1024, 64, kv_heads=8)
     x = torch.empty(4, 8, 128, dtype=torch.bfloat16)
-    store.append(pages, x, x, checks.starts("starts", None, 4, 4, x.device))
+    store.append(pages, x, x, checks.rows_of("starts", None, 4, 4, x.device))
     compiled, _ = seen["append_kernel"]
     assert resources(compiled.asm["cubin"], tmp_path)[1] <= 16, "it spills"
     assert "atom.global.add" not in re.sub(r"\.(gpu|acq_rel|relaxed)", "", compiled.asm["ptx"])

@@ -13,7 +13,7 @@ import torch
 from aurakv.attention.partial import Partial, merge
 from aurakv.attention.scoring import Scoring
 from aurakv.backends import reference
-from aurakv.checks import starts as check_starts
+from aurakv.checks import rows_of
 from aurakv.format.codec import Codec, Format
 from aurakv.storage.pages import Pages, allocate, parts
 
@@ -74,9 +74,9 @@ def run(
     q: torch.Tensor, pages: Pages, scoring: Scoring = DEFAULT, ends=None, sinks=None, splits=None, starts=None
 ) -> tuple[Partial, Partial]:
     """(fast, reference in float64)"""
-    starts = check_starts("starts", starts, pages.seqs, q.shape[0], q.device)
+    starts = rows_of("starts", starts, pages.seqs, q.shape[0], q.device)
     ends = pages.lengths if ends is None else ends
-    reason = launch.why_not_call(q, pages, starts, scoring, "fast")
+    reason = launch.why_not_call(q, pages, scoring, "fast")
     assert reason is None, reason
     fast = launch.attend(q, pages, starts, ends, scoring, sinks, splits, None)
     uncompressed = reference.attend(q.double(), pages, starts, ends, scoring, sinks, None, "fast", None)
@@ -367,7 +367,7 @@ def test_exact_first_tokens_and_balance(group: int, dim: int) -> None:
     q, scoring = make_queries(pages, group, torch.bfloat16), Scoring(first=first)
     key_scale = torch.rand(2, dim, device="cuda") + 0.5
     assert launch.serves_uncompressed(q, pages, uncompressed, scoring)
-    starts = check_starts("starts", None, 4, 4, q.device)
+    starts = rows_of("starts", None, 4, 4, q.device)
     sinks = torch.randn(2 * group, device="cuda")
     prepared = launch.prepare(q, pages, starts, pages.lengths, scoring, sinks, None, uncompressed, key_scale)
     got, again = prepared(q, None), prepared(q.clone(), None)
@@ -479,7 +479,7 @@ def test_strided_queries() -> None:
 def test_graph_replay_while_lengths_grow() -> None:
     pages = make_pages(MINIFLOAT, 128, [900, 640, 1000], 2, 64, capacity=1024)
     q = make_queries(pages, 4)
-    starts = check_starts("starts", None, 3, 3, q.device)
+    starts = rows_of("starts", None, 3, 3, q.device)
     full = pages.lengths.clone()
     pages.lengths.copy_(torch.tensor([0, 64, 100], dtype=torch.int32))
 

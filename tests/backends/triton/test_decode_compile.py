@@ -127,7 +127,7 @@ def compile_decode(
         "values": codes(value),
         "scales": f"tensordesc<fp16[1, 2, {tile}],{plain!r}>",
         **dict.fromkeys(("signs", "value_signs", "pieces", "lses", "lse_out", "offset", "value_offset"), "*fp32"),
-        **dict.fromkeys(("constants", "table", "lengths", "ends", "starts", "exact_table", "exact_lengths"), "*i32"),
+        **dict.fromkeys(("constants", "table", "lengths", "ends", "starts", "u_table", "u_lengths"), "*i32"),
         **dict.fromkeys(("cap", "score_scale", "bias_scale", "value_scale", "value_shift"), "fp32"),
         **dict.fromkeys(fixed, "constexpr"),
         **dict.fromkeys(("q", "out", "u_data", "sink_logits"), "*bf16"),
@@ -227,7 +227,7 @@ def test_merge_compiles(together: int, several: bool) -> None:
     floats = ("pieces", "lses", "lse_out", "sink_logits", "signs", "key_offset", "value_offset", "key_scale")
     types = {
         **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("lengths", "ends", "starts", "exact_table", "exact_lengths"), "*i32"),
+        **dict.fromkeys(("lengths", "ends", "starts", "u_table", "u_lengths"), "*i32"),
         **dict.fromkeys(("q", "out", "u_data"), "*bf16"),
         **dict.fromkeys(fixed, "constexpr"),
         "bias_scale": "fp32",

@@ -13,6 +13,7 @@ import torch
 import aurakv as kv
 from aurakv import backends
 from aurakv.attention import ops
+from aurakv.attention.step import Rows
 from aurakv.backends import reference
 from aurakv.backends import triton as triton_backend
 from aurakv.format.codec import Format
@@ -277,7 +278,7 @@ def test_graph_of_decode_steps(name, page_size):
     with torch.cuda.graph(graph):
         part = step()
     pages.lengths.copy_(saved)
-    one_each = torch.arange(seqs + 1, device="cuda", dtype=torch.int32)
+    one_each = Rows(torch.arange(seqs + 1, device="cuda", dtype=torch.int32))
     for number in range(steps):
         for x in (q, k, v):
             x.normal_()
@@ -414,7 +415,7 @@ def test_adversarial_error(format):
     ops.append(pages, k, v, [0, 2048, 4096], backend="triton")
     q = torch.randn(2, 8, 128, device="cuda")
     q[..., 5] *= 50
-    one_each = torch.arange(3, device="cuda", dtype=torch.int32)
+    one_each = Rows(torch.arange(3, device="cuda", dtype=torch.int32))
     options = (one_each, pages.lengths, kv.Scoring(), None, None, "float32", None)
     truth = reference.attend(q.double(), pages, *options)
 

@@ -9,7 +9,6 @@ own, their number torch.get_num_threads().
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring
+from ...attention.step import Rows, Run, Step, written
 from ...errors import InputError
 from ...format.codec import Codec, Codes, Format
 from ...storage.pages import Pages
@@ -162,19 +162,19 @@ class Native:
         self._call("aura_values", packed)
         return out.to(weights.dtype)
 
-    def append(self, pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
-        k, v, starts = abi.plain(k), abi.plain(v), starts.contiguous()
+    def append(self, pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:
+        k, v, starts = abi.plain(k), abi.plain(v), rows.starts.contiguous()
         self._call("aura_append", abi.pack_append(pages, None, k, v, starts))
 
-    def append_codes(self, pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
-        keys, values, starts = abi.side_by_side(keys), abi.side_by_side(values), starts.contiguous()
+    def append_codes(self, pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:
+        keys, values, starts = abi.side_by_side(keys), abi.side_by_side(values), rows.starts.contiguous()
         self._call("aura_append", abi.pack_append_codes(pages, keys, values, starts))
 
     def attend(
         self,
         q: Tensor,
         pages: Pages,
-        starts: Tensor,
+        rows: Rows,
         ends: Tensor,
         scoring: Scoring,
         sink_logits: Tensor | None,
@@ -184,12 +184,12 @@ class Native:
     ) -> Partial:
         if workspace is not None and workspace.data_ptr() % 4:
             raise InputError("workspace must be aligned to 4 bytes")
-        x, rows = abi.plain(q), (starts.contiguous(), ends.contiguous())
+        x, where = abi.plain(q), (rows.starts.contiguous(), ends.contiguous())
         kind = (x.shape, x.stride(), q.dtype, scoring, splits, precision, abi.pointer(workspace))
-        known = pages.__dict__.get("_native_attend")
-        if known is None or known[0] is not rows[0] or known[1] is not rows[1] or known[2] != kind:
-            known = (*rows, kind, self._describe(pages, None, q, x, rows, scoring, kind[4:]))
-            object.__setattr__(pages, "_native_attend", known)
+        known = pages.memo.get("native attend")
+        if known is None or known[0] is not where[0] or known[1] is not where[1] or known[2] != kind:
+            known = (*where, kind, self._describe(pages, None, q, x, where, scoring, kind[4:]))
+            pages.memo["native attend"] = known
         return self._run(None, known[3], pages.format.value.dim, q, x, None, None, sink_logits)
 
     def attend_dense(
@@ -197,7 +197,7 @@ class Native:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        starts: Tensor,
+        rows: Rows,
         key_starts: Tensor,
         ends: Tensor,
         scoring: Scoring,
@@ -218,51 +218,42 @@ class Native:
                 k.shape[1],
             )
         )
-        x, rows, source = abi.plain(q), (starts.contiguous(), ends.contiguous()), (0, ctypes.addressof(dense), 0)
-        packed = abi.pack_attend(source, x, k.shape[2], rows, scoring, (0, True, 0))
+        x, where, source = abi.plain(q), (rows.starts.contiguous(), ends.contiguous()), (0, ctypes.addressof(dense), 0)
+        packed = abi.pack_attend(source, x, k.shape[2], where, scoring, (0, True, 0))
         return self._run(None, packed, v.shape[2], q, x, None, None, sink_logits)
 
-    def prepare_step(
-        self,
-        pages: Pages,
-        beside: Pages | None,
-        beside_too: bool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bounds: list[int],
-        scoring: Scoring,
-        sink_logits: Tensor | None,
-        splits: int | None,
-        precision: str,
-        key_scale: Tensor | None,
-    ) -> Callable[[Tensor, Tensor, Tensor], Partial]:
-        """A function that appends and attends in one call, for arguments with just these shapes, strides and dtypes.
+    def prepare_step(self, step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
+        """One call of the library for both. All is packed here but the addresses of the arguments, the only thing that
+        changes between two tokens."""
+        pages, starts = step.pages, step.rows.starts.contiguous()
+        factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
+        x, append, as_they_are = abi.plain(q), None, abi.plain(q) is q
+        if k is not None and v is not None:
+            new_k, new_v = abi.plain(k), abi.plain(v)
+            also = step.uncompressed if step.uncompressed_too else None
+            append = abi.pack_append(pages, also, new_k, new_v, starts, factors)
+            as_they_are = as_they_are and new_k is k and new_v is v
+        rows = (starts, pages.lengths if step.ends is None else step.ends.contiguous())
+        options = (step.splits, step.precision, 0)
+        attend = self._describe(pages, step.uncompressed, q, x, rows, step.scoring, options, factors)
+        held = (pages, step.uncompressed, rows, factors)  # their addresses are packed
+        dim, sink_logits = pages.format.value.dim, step.sink_logits
+        new = starts.diff() if step.counted and append is not None else None
 
-        Uncompressed tokens lie in `beside`, if any, which may get the new tokens, too. All is packed here but the
-        addresses of the arguments, the only thing that changes between two tokens.
-        """
-        x, new_k, new_v = abi.plain(q), abi.plain(k), abi.plain(v)
-        starts = torch.tensor(bounds, dtype=torch.int32)
-        factors = None if key_scale is None else key_scale.to(torch.float32).contiguous()
-        append = abi.pack_append(pages, beside if beside_too else None, new_k, new_v, starts, factors)
-        options = (splits, precision, 0)
-        attend = self._describe(pages, beside, q, x, (starts, pages.lengths), scoring, options, factors)
-        as_they_are = x is q and new_k is k and new_v is v
-        held = (pages, beside, starts, factors)  # their addresses are packed
-
-        def step(q: Tensor, k: Tensor, v: Tensor) -> Partial:
-            dim = held[0].format.value.dim
+        def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
+            if new is not None:
+                held[0].lengths.sub_(new)
             if as_they_are:
-                return self._run(append, attend, dim, q, q, k, v, sink_logits)
-            return self._run(append, attend, dim, q, abi.plain(q), abi.plain(k), abi.plain(v), sink_logits)
+                return self._run(append, attend, dim, q, q, k, v, sink_logits, out)
+            k, v = (None if y is None else abi.plain(y) for y in (k, v))
+            return self._run(append, attend, dim, q, abi.plain(q), k, v, sink_logits, out)
 
-        return step
+        return run
 
     def _describe(
         self,
         pages: Pages,
-        beside: Pages | None,
+        uncompressed: Pages | None,
         q: Tensor,
         x: Tensor,
         rows: tuple[Tensor, Tensor],
@@ -272,7 +263,7 @@ class Native:
     ) -> bytes:
         """What a call of `attend` needs but for the addresses that change from call to call."""
         splits, precision, workspace = options
-        source = (abi.pages_address(pages), 0, 0 if beside is None else abi.pages_address(beside))
+        source = (abi.pages_address(pages), 0, 0 if uncompressed is None else abi.pages_address(uncompressed))
         float32 = precision == "float32" or q.dtype == torch.float64
         return abi.pack_attend(
             source, x, pages.format.key.dim, rows, scoring, (splits or 0, float32, workspace), key_scale
@@ -288,16 +279,19 @@ class Native:
         k: Tensor | None,
         v: Tensor | None,
         sink_logits: Tensor | None,
+        given: Tensor | None = None,
     ) -> Partial:
-        """What was packed, with the addresses of these arguments and of new results."""
+        """What was packed, with the addresses of these arguments and of the results."""
         sink = None if sink_logits is None else sink_logits.to(torch.float32).contiguous()
-        out = torch.empty((x.shape[0], x.shape[1], value_dim), dtype=x.dtype)
+        fits = given is not None and given.dtype == x.dtype and given.is_contiguous()
+        out = given if given is not None and fits else torch.empty((*x.shape[:2], value_dim), dtype=x.dtype)
         lse = torch.empty((x.shape[0], x.shape[1]), dtype=torch.float32)
         cast(ctypes.CDLL, abi.library()).aura_step(
             self._index, append, attend, x.data_ptr(), abi.pointer(k), abi.pointer(v),
             out.data_ptr(), lse.data_ptr(), abi.pointer(sink), abi.thread_count(),
         )  # fmt: skip
-        return Partial(out, lse) if q.dtype != torch.float64 else Partial(out.double(), lse.double())
+        part = Partial(out, lse) if q.dtype != torch.float64 else Partial(out.double(), lse.double())
+        return part if fits else written(part, given)
 
 
 backends = {backend.name: backend for backend in (Native(), *map(Native, abi.NAMES))}

@@ -117,7 +117,7 @@ def raw_codec_address(dim: int, dtype: torch.dtype) -> int:
 
 def pages_address(pages: Pages) -> int:
     """Address of the pages as the library knows them, remembered in the object."""
-    known = pages.__dict__.get("_native")
+    known = pages.memo.get("native")
     if known is None:
         f, layout = pages.format, pages.format.layout(pages.page_size)
         packed = PAGES.pack(
@@ -142,7 +142,7 @@ def pages_address(pages: Pages) -> int:
         )
         buffer = ctypes.create_string_buffer(packed, len(packed))
         known = (ctypes.addressof(buffer), buffer)
-        object.__setattr__(pages, "_native", known)
+        pages.memo["native"] = known
     return known[0]
 
 
@@ -167,7 +167,7 @@ def side_by_side(codes: Codes) -> Codes:
 
 def pack_append(
     pages: Pages,
-    beside: Pages | None,
+    uncompressed: Pages | None,
     k: Tensor,
     v: Tensor,
     starts: Tensor,
@@ -175,7 +175,7 @@ def pack_append(
 ) -> bytes:
     return APPEND.pack(
         pages_address(pages),
-        0 if beside is None else pages_address(beside),
+        0 if uncompressed is None else pages_address(uncompressed),
         k.data_ptr(),
         v.data_ptr(),
         DTYPES[k.dtype],

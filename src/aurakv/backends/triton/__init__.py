@@ -7,6 +7,7 @@ imported, the kernels run on the CPU: slowly, for tests.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring
+from ...attention.step import Rows, Run, Step, written
 from ...format.codec import Codec, Codes, Format
 from ...storage.pages import Pages
 
@@ -63,52 +65,52 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
 
 @_where_it_lies
 def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
-    from .append import launch as store
+    from .append import launch
 
-    return store.encode(_single(x), codec, offset)
+    return launch.encode(_single(x), codec, offset)
 
 
 @_where_it_lies
 def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
-    from .vectors import launch as vectors
+    from .vectors import launch
 
     work = torch.float32 if dtype == torch.float64 else dtype
-    return vectors.decode(codes, codec, offset, rotated, work).to(dtype)
+    return launch.decode(codes, codec, offset, rotated, work).to(dtype)
 
 
 @_where_it_lies
 def scores(q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor:
-    from .vectors import launch as vectors
+    from .vectors import launch
 
-    return vectors.scores(_single(q), codes, codec, offset).to(q.dtype)
+    return launch.scores(_single(q), codes, codec, offset).to(q.dtype)
 
 
 @_where_it_lies
 def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float) -> Tensor:
-    from .vectors import launch as vectors
+    from .vectors import launch
 
-    return vectors.values(_single(weights), codes, codec, offset, threshold).to(weights.dtype)
-
-
-@_where_it_lies
-def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor) -> None:
-    from .append import launch as store
-
-    store.append(pages, _single(k), _single(v), starts)
+    return launch.values(_single(weights), codes, codec, offset, threshold).to(weights.dtype)
 
 
 @_where_it_lies
-def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
-    from .append import launch as store
+def append(pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:
+    from .append import launch
 
-    store.append_codes(pages, keys, values, starts)
+    launch.append(pages, _single(k), _single(v), rows)
+
+
+@_where_it_lies
+def append_codes(pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:
+    from .append import launch
+
+    launch.append_codes(pages, keys, values, rows)
 
 
 @_where_it_lies
 def attend(
     q: Tensor,
     pages: Pages,
-    starts: Tensor,
+    rows: Rows,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -119,9 +121,9 @@ def attend(
     from . import attend as dispatch
 
     if q.dtype == torch.float64:
-        part = dispatch.attend(q.float(), pages, starts, ends, scoring, sink_logits, splits, "float32", workspace)
+        part = dispatch.attend(q.float(), pages, rows, ends, scoring, sink_logits, splits, "float32", workspace)
         return Partial(part.out.double(), part.lse.double())
-    return dispatch.attend(q, pages, starts, ends, scoring, sink_logits, splits, precision, workspace)
+    return dispatch.attend(q, pages, rows, ends, scoring, sink_logits, splits, precision, workspace)
 
 
 @_where_it_lies
@@ -129,7 +131,7 @@ def attend_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
+    rows: Rows,
     key_starts: Tensor,
     ends: Tensor,
     scoring: Scoring,
@@ -138,45 +140,34 @@ def attend_dense(
     from .portable import launch as portable
 
     k, v = _single(k), _single(v)
-    part = portable.attend_dense(_single(q), k, v, starts, key_starts, ends, scoring, sink_logits)
+    part = portable.attend_dense(_single(q), k, v, rows, key_starts, ends, scoring, sink_logits)
     return Partial(part.out.to(q.dtype), part.lse.double() if q.dtype == torch.float64 else part.lse)
 
 
-def prepare_step(
-    pages: Pages,
-    beside: Pages | None,
-    beside_too: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: list[int],
-    scoring: Scoring,
-    sink_logits: Tensor | None,
-    splits: int | None,
-    precision: str,
-    key_scale: Tensor | None,
-) -> Callable[[Tensor, Tensor, Tensor], Partial]:
-    """A function that appends and attends, for arguments with just these shapes, strides and dtypes.
-
-    Uncompressed tokens lie in `beside`, if any, which may get the new tokens, too.
-    """
-    from . import step
+def prepare_step(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
+    from . import step as steps
 
     double = q.dtype == torch.float64
-    precision = "float32" if double else precision
-    new = (_single(q), _single(k), _single(v))
-    run = step.prepare(pages, beside, beside_too, *new, bounds, scoring, sink_logits, splits, precision, key_scale)
+    if double:
+        step = dataclasses.replace(step, precision="float32")
+    run = steps.prepare(step, _single(q), _single_or_none(k), _single_or_none(v))
 
     @_where_it_lies
-    def whole_step(q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        part = run(_single(q), _single(k), _single(v))
-        return Partial(part.out.double(), part.lse.double()) if double else part
+    def whole_step(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
+        if not double and (k is None or k.dtype != torch.float64):
+            return run(q, k, v, out)
+        part = run(_single(q), _single_or_none(k), _single_or_none(v))
+        return written(Partial(part.out.double(), part.lse.double()) if double else part, out)
 
     return whole_step
 
 
 def _single(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float64 else x
+
+
+def _single_or_none(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _single(x)
 
 
 def _interpreted() -> bool:

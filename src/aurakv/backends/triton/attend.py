@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring
+from ...attention.step import Rows
 from ...storage.pages import Pages
 from .common.codes import INTERPRETED
 from .common.target import why_no_gluon
@@ -30,7 +31,7 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
 def attend(
     q: Tensor,
     pages: Pages,
-    starts: Tensor,
+    rows: Rows,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -40,14 +41,14 @@ def attend(
 ) -> Partial:
     part: Partial
     decode = decode_path()
-    if decode is not None and decode.why_not_call(q, pages, starts, scoring, precision) is None:
-        part = decode.attend(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
+    if decode is not None and decode.why_not_call(q, pages, scoring, precision) is None:
+        part = decode.attend(q, pages, rows, ends, scoring, sink_logits, splits, workspace)
         return part
     extend = extend_path()
     if extend is not None and extend.why_not_call(q, pages, scoring, precision) is None:
-        part = extend.attend(q, pages, starts, ends, scoring, sink_logits, splits, workspace)
+        part = extend.attend(q, pages, rows, ends, scoring, sink_logits, splits, workspace)
         return part
-    return portable.attend(q, pages, starts, ends, scoring, sink_logits, splits, precision, workspace)
+    return portable.attend(q, pages, rows, ends, scoring, sink_logits, splits, precision, workspace)
 
 
 @functools.cache

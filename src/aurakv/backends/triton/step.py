@@ -1,71 +1,50 @@
-"""A step of a cache: append, then attend, with the uncompressed tokens that lie beside the codes."""
+"""A step: append, then attend, with the uncompressed tokens that lie beside the codes."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ... import checks
 from ...attention.partial import Partial, in_dtype, join
-from ...attention.scoring import Scoring, scoring_uncompressed
+from ...attention.scoring import scoring_uncompressed
+from ...attention.step import Run, Step, written
 from ...calibration.key_scale import scaled_queries
-from ...storage.pages import Pages
 from . import attend as dispatch
-from .append import launch as store
-
-Step = Callable[[Tensor, Tensor, Tensor], Partial]
+from .append.launch import prepare_append
 
 
-def prepare(
-    pages: Pages,
-    beside: Pages | None,
-    beside_too: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: list[int],
-    scoring: Scoring,
-    sink_logits: Tensor | None,
-    splits: int | None,
-    precision: str,
-    key_scale: Tensor | None,
-) -> Step:
-    """A function that does a step for arguments with just these shapes, strides and dtypes, none of them float64.
-
-    Uncompressed tokens lie in `beside`, if any, which may get the new tokens, too. In a decode
-    they cost no launch."""
-    one_each = bounds == list(range(len(bounds)))
-    starts = checks.starts("starts", None if one_each else bounds, pages.seqs, q.shape[0], pages.data.device)
-    factors = None if key_scale is None else key_scale.to(torch.float32).contiguous()
-    fast = dispatch.decode_path()
-    fused = (
-        one_each
-        and fast is not None
-        and fast.why_not_call(q, pages, starts, scoring, precision) is None
-        and (beside is None or fast.serves_uncompressed(q, pages, beside, scoring))
+def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
+    """Of tensors that are not float64. A decode of single rows takes three launches: append, attend and merge."""
+    pages, rows, scoring, uncompressed = step.pages, step.rows, step.scoring, step.uncompressed
+    factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
+    ends = pages.lengths if step.ends is None else step.ends
+    appends = []
+    if k is not None and v is not None and k.shape[0]:
+        appends.append(prepare_append(pages, k, v, rows, factors, step.counted))
+        if uncompressed is not None and step.uncompressed_too:
+            appends.append(prepare_append(uncompressed, k, v, rows, factors))
+    decode = dispatch.decode_path()
+    alone = (
+        decode is not None
+        and decode.why_not_call(q, pages, scoring, step.precision) is None
+        and (uncompressed is None or (rows.single and decode.serves_uncompressed(q, pages, uncompressed, scoring)))
     )
+    if alone:
+        attend = decode.prepare(q, pages, rows, ends, scoring, step.sink_logits, step.splits, uncompressed, factors)
 
-    def in_pieces(q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        store.append(pages, k, v, starts, factors)
-        if beside is not None and beside_too:
-            store.append(beside, k, v, starts, factors)
-        x = scaled_queries(q, factors)
-        part = dispatch.attend(x, pages, starts, pages.lengths, scoring, sink_logits, splits, precision, None)
-        if beside is not None:
-            raw = scoring_uncompressed(scoring)  # sinks count once
-            part = join(part, dispatch.attend(x, beside, starts, pages.lengths, raw, None, splits, precision, None))
-        return in_dtype(part, q.dtype)
+    def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
+        if k is not None and v is not None:
+            for append in appends:
+                append(k=k, v=v)
+        if alone:
+            fits = out is not None and out.is_contiguous() and out.dtype == q.dtype
+            part: Partial = attend(q, None, out if fits else None)
+            return part if fits else written(part, out)
+        x, options = scaled_queries(q, factors), (step.splits, step.precision, None)
+        part = dispatch.attend(x, pages, rows, ends, scoring, step.sink_logits, *options)
+        if uncompressed is not None:  # sinks count once
+            raw = scoring_uncompressed(scoring)
+            part = join(part, dispatch.attend(x, uncompressed, rows, ends, raw, None, *options))
+        return written(in_dtype(part, q.dtype), out)
 
-    if not fused:
-        return in_pieces
-    append = store.prepare_append(pages, k, v, starts, factors)
-    attend = fast.prepare(q, pages, starts, pages.lengths, scoring, sink_logits, splits, beside, factors)
-
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        append(k=k, v=v)
-        part: Partial = attend(q, None)
-        return part
-
-    return whole
+    return run

@@ -311,7 +311,7 @@ def prefetch_line(p):
 @triton.jit
 def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks,
                  BYTES: tl.constexpr, DTYPE: tl.constexpr, WRITER: tl.constexpr, HEADS: tl.constexpr,
-                 RING: tl.constexpr, SEQS: tl.constexpr):  # fmt: skip
+                 COUNTED: tl.constexpr, RING: tl.constexpr, SEQS: tl.constexpr):  # fmt: skip
     """append_kernels.append_blocks for blocks of 16 tokens of one head, rows of which are aligned to 16 bytes."""
     SIDE: tl.constexpr = WRITER.how
     ROW: tl.constexpr = 2 * SIDE.dim
@@ -325,7 +325,7 @@ def append_alone(x, stride, matrix, bounds, data, page_bytes, codes, scales, poo
     refused = tl.full([], False, tl.int1)
     p_matrix, p_x = matrix.to(tl.int64), x.to(tl.int64)
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        known, no = enter_sequence(pool, i_block, known, HEADS, True, RING, SEQS, 16)
+        known, no = enter_sequence(pool, i_block, known, HEADS, True, COUNTED, RING, SEQS, 16)
         refused = refused | no
         i_token = token_of(i_block, known, HEADS) + lane // 4
         p_head = p_x + (i_block % HEADS).to(tl.int64) * (2 * stride[1])

@@ -1,12 +1,13 @@
 """Appends: vectors or codes of new tokens to the slots of a page table, and the lengths that grow by them.
 
-In: vectors as in encode_kernels, or rows of codes with their scales. side: of keys or values, the vectors, their
+In: vectors as in encode, or rows of codes with their scales. side: of keys or values, the vectors, their
 strides, what changes them, rotation matrix, levels, boundaries, where codes and scales begin in a piece. pool: see
 slots.sequences_fit.
-Constexprs: K, V, WRITER (tables.Writer), SIDE (tables.Encoder); HEADS; ROWS vectors at a time, LONG see
-slots.enter_sequence; SEQS see slots.find_block; RING; OWN: each sequence has one token, of at most ROWS heads, and a
-program of its own. The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as
-slots.find_block has (LONG: of tokens, times HEADS).
+Constexprs: K, V, WRITER (specialise.Writer), SIDE (specialise.Encoder); HEADS; ROWS vectors at a time; LONG and
+COUNTED see slots.enter_sequence; SEQS see slots.find_block; RING; OWN: each sequence has one token, of at most ROWS
+heads, and a program of its own.
+The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as slots.find_block has
+(LONG: of tokens, times HEADS).
 """
 
 # mypy: ignore-errors
@@ -37,8 +38,8 @@ def prefetch_rows(p_row, m_row, SIDE: tl.constexpr):
 
 @triton.jit
 def append_blocks(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
-                  WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
-                  SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                  WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, COUNTED: tl.constexpr,
+                  RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Keys or values of every so many-th block into the pages; whether one was refused."""
     x, stride, change, matrix, levels, bounds, codes, scales = side
     SIDE: tl.constexpr = WRITER.how
@@ -47,7 +48,7 @@ def append_blocks(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTY
     known = no_sequence()
     refused = tl.full([], False, tl.int1)
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        known, no = enter_sequence(pool, i_block, known, HEADS, LONG, RING, SEQS, ROWS)
+        known, no = enter_sequence(pool, i_block, known, HEADS, LONG, COUNTED, RING, SEQS, ROWS)
         refused = refused | no
         i_token, i_head, i_row, o_piece, m_row = place_rows(
             pool, i_block, known, tl.arange(0, ROWS), HEADS, LONG, RING, ROWS
@@ -76,16 +77,18 @@ def row_places(data, o_piece, i_row, page_bytes, codes, scales, BYTES: tl.conste
 
 @triton.jit
 def append_side(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
-                WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
-                SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, COUNTED: tl.constexpr,
+                RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     if WRITER.alone:
         x, stride, _, matrix, _, bounds, codes, scales = side
         return append_alone(
-            x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE, WRITER, HEADS, RING,
-            SEQS,
+            x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE, WRITER, HEADS,
+            COUNTED, RING, SEQS,
         )  # fmt: skip
     else:
-        return append_blocks(side, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, LONG, RING, SEQS, ROWS)
+        return append_blocks(
+            side, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, LONG, COUNTED, RING, SEQS, ROWS
+        )
 
 
 @triton.jit
@@ -102,12 +105,12 @@ def ask_for(side, WRITER: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr)
 @triton.jit
 def append_token(key, value, data, page_bytes, pool, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
                  K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr,
-                 RING: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                 COUNTED: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The one token of this program's sequence; no other program needs its length.
 
     Everything is asked for before anything waits: memory is slow, and a page is known after two loads."""
     i_seq = tl.program_id(0)
-    old = tl.load(pool[1] + i_seq)
+    old = tl.load(pool[1] + i_seq) - COUNTED
     p_key, b_keys, b_key_matrix, key_cells = ask_for(key, K, HEADS, ROWS)
     p_value, b_values, b_value_matrix, value_cells = ask_for(value, V, HEADS, ROWS)
     i_page, i_row, fits = place_token(pool, i_seq, old, RING)
@@ -126,11 +129,15 @@ def append_token(key, value, data, page_bytes, pool, K_BYTES: tl.constexpr, V_BY
         p_value, stride[2], change, i_head * V.how.dim, m_row, matrix, b_value_matrix, levels, bounds,
         value_cells, p_data, p_scale, V_DTYPE, V, b_values,
     )  # fmt: skip
-    tl.debug_barrier()  # all warps have read the length
-    if fits:
-        tl.store(pool[1] + i_seq, old + 1)
+    if COUNTED:
+        if (not fits) & (old >= 0):  # else the sequence pads the batch and has no token
+            tl.atomic_or(pool[2], 1, sem="relaxed")
     else:
-        tl.atomic_or(pool[2], 1, sem="relaxed")
+        tl.debug_barrier()  # all warps have read the length
+        if fits:
+            tl.store(pool[1] + i_seq, old + 1)
+        else:
+            tl.atomic_or(pool[2], 1, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -178,30 +185,39 @@ def append_kernel(
     V_DTYPE: tl.constexpr,
     OWN: tl.constexpr,
     LONG: tl.constexpr,
+    COUNTED: tl.constexpr,
     RING: tl.constexpr,
     SEQS: tl.constexpr,
     SEQS_AT_ONCE: tl.constexpr,
     ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """k, v [tokens, heads, dim] behind their sequences: program (blocks, side), or (sequence) if OWN."""
+    """k, v [tokens, heads, dim] behind their sequences: program (blocks, side), or (sequence) if OWN.
+
+    COUNTED: lengths count the new tokens already and stay."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
     key = (k, (k_token, k_head, k_dim), (key_scale, key_offset), key_matrix, key_levels, key_bounds, key_codes,
            key_scales)  # fmt: skip
     value = (v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, value_codes,
              value_scales)  # fmt: skip
     if OWN:
-        append_token(key, value, data, page_bytes, pool, K_BYTES, V_BYTES, K_DTYPE, V_DTYPE, K, V, HEADS, RING, ROWS)
+        append_token(
+            key, value, data, page_bytes, pool, K_BYTES, V_BYTES, K_DTYPE, V_DTYPE, K, V, HEADS, COUNTED, RING, ROWS
+        )
     else:
         if tl.program_id(1) == 0:
             refused = append_side(
-                key, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, RING, SEQS, ROWS
+                key, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, COUNTED, RING, SEQS, ROWS
             )
         else:
             refused = append_side(
-                value, data, page_bytes, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, RING, SEQS, ROWS
+                value, data, page_bytes, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, COUNTED, RING, SEQS, ROWS
             )
-        advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
+        if COUNTED:
+            if refused:
+                tl.atomic_or(overflow, 1, sem="relaxed")
+        else:
+            advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
 
 
 @triton.jit
@@ -249,7 +265,7 @@ def append_codes_kernel(
     """Encoded rows [tokens, heads, row_bytes] with scales [tokens, heads], contiguous, behind their sequences."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
     i_block = tl.program_id(0)
-    known, refused = enter_sequence(pool, i_block, no_sequence(), HEADS, False, RING, SEQS, ROWS)
+    known, refused = enter_sequence(pool, i_block, no_sequence(), HEADS, False, False, RING, SEQS, ROWS)
     i_token, i_head, i_row, o_piece, m_row = place_rows(
         pool, i_block, known, tl.arange(0, ROWS), HEADS, False, RING, ROWS
     )

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .... import checks
+from ....attention.step import Rows
 from ....format.codec import Codec, Codes
 from ....storage.pages import Pages
 from ..common import specialise
@@ -27,10 +27,9 @@ def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
     return min((tokens * rows + seqs * (block - 1)) // block, tokens * -(-rows // block))
 
 
-def seqs_constant(starts: Tensor, seqs: int, tokens: int) -> int:
+def seqs_constant(rows: Rows) -> int:
     """SEQS of slots.find_block: 0 where the host knows that each sequence has one token."""
-    one_each = tokens == seqs and starts is checks.starts("starts", None, seqs, tokens, starts.device)
-    return 0 if one_each else triton.next_power_of_2(seqs)
+    return 0 if rows.single else triton.next_power_of_2(rows.starts.shape[0] - 1)
 
 
 def constants(codec: Codec, writer: specialise.Writer, device: torch.device) -> tuple[Tensor | None, ...]:
@@ -70,14 +69,17 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
     return Codes(data, scale)
 
 
-def append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, key_scale: Tensor | None = None) -> None:
-    """key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous."""
+def append(pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:
     if k.shape[0]:
-        prepare_append(pages, k, v, starts, key_scale)(k=k, v=v)
+        prepare_append(pages, k, v, rows)(k=k, v=v)
 
 
-def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, key_scale: Tensor | None) -> Launch:
-    """`append` of tensors like k and v, which it takes by name."""
+def prepare_append(
+    pages: Pages, k: Tensor, v: Tensor, where: Rows, key_scale: Tensor | None = None, counted: bool = False
+) -> Launch:
+    """`append` of tensors like k and v, which it takes by name.
+
+    key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous. counted: see `Step`."""
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
     changed = key_scale is not None or pages.key_offset is not None, pages.value_offset is not None
     sides = (key, k.dtype, changed[0]), (value, v.dtype, changed[1])
@@ -97,7 +99,7 @@ def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, key_scale
         if long
         else blocks(tokens, pages.seqs, pages.kv_heads, rows)
     )
-    sequences = _sequences(pages, starts, tokens)
+    sequences = _sequences(pages, where)
     own = sequences[0] == 0 and pages.kv_heads <= rows and n <= MANY_VECTORS
     k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
     v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
@@ -118,7 +120,7 @@ def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, key_scale
         v_levels,
         k_bounds,
         v_bounds,
-        *_place(pages, starts, tokens),
+        *_place(pages, where, tokens),
         count,
         pages.kv_heads,
         k_how,
@@ -129,6 +131,7 @@ def prepare_append(pages: Pages, k: Tensor, v: Tensor, starts: Tensor, key_scale
         specialise.DTYPES[value.dtype],
         own,
         long,
+        counted,
         pages.ring,
         *sequences,
         rows,
@@ -142,26 +145,26 @@ def _aligned(x: Tensor) -> bool:
     return x.stride(2) == 1 and not (x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(1) % 8)
 
 
-def append_codes(pages: Pages, keys: Codes, values: Codes, starts: Tensor) -> None:
+def append_codes(pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:
     tokens, format = keys.data.shape[0], pages.format
     if tokens == 0:
         return
     count = blocks(tokens, pages.seqs, pages.kv_heads, FEW_ROWS)
     append_codes_kernel[(count,)](
         *(None if x is None else x.contiguous() for x in (*keys, *values)),
-        *_place(pages, starts, tokens),
+        *_place(pages, rows, tokens),
         count,
         pages.kv_heads,
         format.key.row_bytes,
         format.value.row_bytes,
         128,
         pages.ring,
-        *_sequences(pages, starts, tokens),
+        *_sequences(pages, rows),
         FEW_ROWS,
     )
 
 
-def _place(pages: Pages, starts: Tensor, tokens: int) -> tuple[Any, ...]:
+def _place(pages: Pages, rows: Rows, tokens: int) -> tuple[Any, ...]:
     """What slots and page layout need, in the order of the kernels."""
     layout = pages.format.layout(pages.page_size)
     return (
@@ -169,7 +172,7 @@ def _place(pages: Pages, starts: Tensor, tokens: int) -> tuple[Any, ...]:
         pages.table,
         pages.lengths,
         pages.overflow,
-        starts,
+        rows.starts,
         tokens,
         pages.seqs,
         pages.data.shape[0],
@@ -184,10 +187,10 @@ def _place(pages: Pages, starts: Tensor, tokens: int) -> tuple[Any, ...]:
     )
 
 
-def _sequences(pages: Pages, starts: Tensor, tokens: int) -> tuple[int, int, int]:
+def _sequences(pages: Pages, rows: Rows) -> tuple[int, int, int]:
     """SEQS, and the shape of the table pieces that advance_lengths checks."""
     at_once = min(64, triton.next_power_of_2(pages.seqs))
-    return seqs_constant(starts, pages.seqs, tokens), at_once, 1024 // at_once
+    return seqs_constant(rows), at_once, 1024 // at_once
 
 
 def _resources(many: bool, *sides: specialise.Writer) -> dict[str, int]:

@@ -91,13 +91,14 @@ def no_sequence():
 
 
 @triton.jit
-def enter_sequence(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
-                   SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def enter_sequence(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr, COUNTED: tl.constexpr,
+                   RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """What is known about the sequence of a block of an append, and whether that was refused.
 
     known: first and last + 1 block of a sequence, its number, its first and last + 1 token, its old length, whether it
     fits. Blocks of the same sequence read none of that again: memory is slow and these loads wait for each other.
     LONG: a block is tokens of one head, neighbours in a page of at least 16; else all heads of a token are neighbours.
+    COUNTED: lengths count the tokens of the append already.
     """
     _, lengths, _, starts, tokens, seqs, _, _, _, _ = pool
     PER_TOKEN: tl.constexpr = 1 if LONG else HEADS
@@ -108,6 +109,8 @@ def enter_sequence(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr
         i_lo = block - i_first // ROWS
         i_hi = i_lo + ((i_to - i_from) * PER_TOKEN + (ROWS - 1)) // ROWS
         old = tl.load(lengths + i_seq)
+        if COUNTED:
+            old -= i_to - i_from
         o_one = tl.arange(0, 1)
         b_fits = sequences_fit(
             pool, i_seq + o_one, o_one == 0, old + o_one, old + (i_to - i_from) + o_one, RING, 1, FIT_ENTRIES

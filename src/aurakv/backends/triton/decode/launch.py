@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .... import checks
 from ....attention.partial import Partial
 from ....attention.scoring import Scoring
+from ....attention.step import Rows
 from ....format.codec import Codec, Format
 from ....format.rotation import signs
 from ....storage.pages import Pages
@@ -41,7 +41,7 @@ ALONE_TILES_OF_MANY = 8  # where jobs alone keep every multiprocessor busy
 MANY = 3  # jobs for each of them
 
 
-def why_not_call(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, precision: str) -> str | None:
+def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
     """None if `attend` serves this call, else one sentence that says why not."""
     device, group = pages.data.device, q.shape[1] // pages.kv_heads
     if capability(device) < (9, 0):
@@ -93,7 +93,7 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
 def attend(
     q: Tensor,
     pages: Pages,
-    starts: Tensor,
+    rows: Rows,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -101,21 +101,21 @@ def attend(
     workspace: Tensor | None,
 ) -> Partial:
     """`reference.attend` for the calls that `why_not_call` lets pass. Reads no device memory on the host."""
-    return prepare(q, pages, starts, ends, scoring, sink_logits, splits, None, None)(q, workspace)
+    return prepare(q, pages, rows, ends, scoring, sink_logits, splits, None, None)(q, workspace)
 
 
 def prepare(
     q: Tensor,
     pages: Pages,
-    starts: Tensor,
+    where: Rows,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
     splits: int | None,
     uncompressed: Pages | None,
     key_scale: Tensor | None,
-) -> Callable[[Tensor, Tensor | None], Partial]:
-    """A function of queries like q and a workspace that attends.
+) -> Callable[..., Partial]:
+    """A function of queries like q, a workspace and where results go (each or None), which attends.
 
     uncompressed: pages of 16-bit vectors of the first tokens, if `serves_uncompressed`: they are scored, too.
     key_scale: float32, what q is divided by."""
@@ -123,8 +123,7 @@ def prepare(
     format, device, group, seqs = pages.format, q.device, heads // pages.kv_heads, pages.seqs
     levels = level_arithmetic(format)
     assert levels is not None
-    one_each = tokens == seqs and starts is checks.starts("starts", None, seqs, seqs, device)
-    several = not one_each or group > max_rows(format)
+    several = not where.single or group > max_rows(format)
     rows, jobs, programs, slots = _plan(pages, tokens, group, several, splits)
     scattered = q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) < heads * dim
     stride = heads * dim if scattered else q.stride(0)
@@ -152,7 +151,7 @@ def prepare(
         return key_signs if x is None else x  # an address that is not read
 
     many = jobs >= MANY * multiprocessors(device)
-    seen = _seen_tiles(pages, scoring, 1 if one_each else tokens, rows)
+    seen = _seen_tiles(pages, scoring, 1 if where.single else tokens, rows)
     alone = splits is None and seen <= (ALONE_TILES_OF_MANY if many else ALONE_TILES)
     logits, value_offset, raw = (
         given(sink_logits),
@@ -169,7 +168,7 @@ def prepare(
     decode = Launch(
         decode_attention, (jobs if alone else programs,),
         keys, values, scales, pages.data.view(torch.int16), None, given(key_scale), key_signs,
-        _constants(levels, device), given(pages.key_offset), pages.table, pages.lengths, ends, starts, None, None,
+        _constants(levels, device), given(pages.key_offset), pages.table, pages.lengths, ends, where.starts, None, None,
         *((None, None, logits, value_signs, value_offset, *raw) if alone else unread),
         seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages, rows), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
@@ -186,18 +185,19 @@ def prepare(
     merge = Launch(
         merge_pieces, (jobs, -(-rows // together)),
         None, None, None, None, logits, value_signs, None, given(key_scale), given(pages.key_offset), value_offset,
-        pages.lengths, ends, starts, *raw,
+        pages.lengths, ends, where.starts, *raw,
         seqs, tokens, pages.kv_heads, *scan, multiplier, stride, programs, heads * dim,
         KEY_SCALE=key_scale is not None, CHUNK=chunk, HEADS=together, ACROSS=across, ALONE=False, **ends_with, **flags,
         num_warps=max(across, min(4, together)), launch_pdl=True,
     )  # fmt: skip
 
-    def run(q: Tensor, workspace: Tensor | None) -> Partial:
+    def run(q: Tensor, workspace: Tensor | None = None, out: Tensor | None = None) -> Partial:
         q = q.contiguous() if scattered else q
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace[:size]
         pieces = workspace.view(torch.float32)
         lses = pieces[slots * rows * dim :]
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
         if alone:
             decode(q=q, pieces=pieces, lses=lses, out=out, lse_out=lse)
@@ -308,8 +308,8 @@ def _registers(format: Format, rows: int) -> int:
 
 def _descriptors(pages: Pages, tile: int) -> tuple[TensorDescriptor, ...]:
     """What TMA needs to know about codes and scales: [pages · kv_heads, …]; kept with the pages."""
-    name = f"_descriptors_{tile}"
-    known: tuple[TensorDescriptor, ...] | None = pages.__dict__.get(name)
+    name = f"descriptors of {tile}"
+    known: tuple[TensorDescriptor, ...] | None = pages.memo.get(name)
     if known is None:
         layout = pages.format.layout(pages.page_size)
         words = pages.data.view(torch.int16)  # [pages, kv_heads, bytes / 2]
@@ -336,7 +336,7 @@ def _descriptors(pages: Pages, tile: int) -> tuple[TensorDescriptor, ...]:
             codes(0 if both == 2 else layout.value_codes, value),
             TensorDescriptor.from_tensor(scales, [1, 2, tile], gl.NVMMASharedLayout(0, 16, rank=3)),
         )
-        object.__setattr__(pages, name, known)
+        pages.memo[name] = known
     return known
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....attention.partial import Partial
 from ....attention.scoring import Scoring
+from ....attention.step import Rows
 from ....format.codec import Codec, Format
 from ....storage.pages import Pages
 from ..append.launch import blocks
@@ -22,7 +23,7 @@ from ..common import specialise
 from ..common.arithmetic import integers, poly7_numbers, polynomial
 from ..common.queries import prepare_integers_kernel, prepare_kernel
 from ..common.results import LOG2E, finish
-from ..common.target import multiprocessors
+from ..common.target import capability, multiprocessors
 from ..decode.levels import minifloat_step
 from .codes import key_asm, value_asm, wide_asm
 from .kernel import extend_kernel
@@ -51,7 +52,7 @@ class Arithmetic(NamedTuple):
 def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
     """None if `launch` serves this call, else one sentence that says why not."""
     device = pages.data.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if capability(device)[0] != 9:
         return "it needs an NVIDIA GPU of compute capability 9.x"
     return why_not_shape(q, pages, scoring, precision)
 
@@ -131,7 +132,7 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
 def attend(
     q: Tensor,
     pages: Pages,
-    starts: Tensor,
+    rows: Rows,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -178,7 +179,7 @@ def attend(
         pages.data.view(torch.float16),
         pages.table,
         pages.lengths,
-        starts,
+        rows.starts,
         ends,
         means,
         sums,

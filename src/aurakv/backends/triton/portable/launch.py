@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ....attention.partial import Partial
 from ....attention.scoring import Scoring
+from ....attention.step import Rows
 from ....errors import InputError
 from ....format.codec import Codec, Format
 from ....storage.pages import Pages
@@ -122,7 +123,7 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
 def attend(
     q: Tensor,
     pages: Pages,
-    starts: Tensor,
+    rows: Rows,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -158,26 +159,26 @@ def attend(
         *layout[:4],
     )
     where = (place, 1 if place == 0 else pages.page_size, pages.ring)
-    return _attend(q, pages.format, plan, source, where, starts, ends, scoring, sink_logits, float32, workspace)
+    return _attend(q, pages.format, plan, source, where, rows, ends, scoring, sink_logits, float32, workspace)
 
 
 def attend_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
+    rows: Rows,
     key_starts: Tensor,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
 ) -> Partial:
     format = Format(Codec(k.shape[2], 16, dtype=k.dtype), Codec(v.shape[2], 16, dtype=v.dtype))
-    shape = (q.shape[0], starts.shape[0] - 1, k.shape[1], q.shape[1] // k.shape[1])
+    shape = (q.shape[0], rows.starts.shape[0] - 1, k.shape[1], q.shape[1] // k.shape[1])
     single = _in_float32(format, False, q.dtype)
     plan = make_plan(format, shape, k.shape[0], None, single, multiprocessors(q.device)) if q.shape[0] else None
     dense = (k, *k.stride(), v, *v.stride(), key_starts, k.shape[0])
     source = (None, None, None, None, None, *dense, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    return _attend(q, format, plan, source, (3, 1, False), starts, ends, scoring, sink_logits, False, None)
+    return _attend(q, format, plan, source, (3, 1, False), rows, ends, scoring, sink_logits, False, None)
 
 
 def _in_float32(format: Format, float32: bool, query: torch.dtype) -> bool:
@@ -192,7 +193,7 @@ def _attend(
     plan: AttendPlan | None,
     source: tuple[Any, ...],
     where: tuple[int, int, bool],
-    starts: Tensor,
+    rows: Rows,
     ends: Tensor,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -228,7 +229,7 @@ def _attend(
         )
     call = specialise.Call(
         *where,
-        seqs_constant(starts, starts.shape[0] - 1, tokens),
+        seqs_constant(rows),
         scoring.causal,
         scoring.window is not None,
         2 if scoring.only_uncompressed else 1 if scoring.first or scoring.recent else 0,
@@ -250,10 +251,10 @@ def _attend(
         key_levels,
         value_levels,
         *rest[:13],
-        starts,
+        rows.starts,
         ends,
         tokens,
-        starts.shape[0] - 1,
+        rows.starts.shape[0] - 1,
         *rest[13:],
         scoring.window or 0,
         scoring.sinks,

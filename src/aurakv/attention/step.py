@@ -1,0 +1,73 @@
+"""Step: new tokens are appended and their queries attend, in one call of a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..calibration.key_scale import scaled_keys, scaled_queries
+from ..storage.pages import Pages
+from .partial import Partial, in_dtype, join
+from .scoring import Scoring, scoring_uncompressed
+
+
+class Rows(NamedTuple):
+    """Which rows of a batch belong to which sequence."""
+
+    starts: Tensor  # [seqs + 1] int32 on the device: sequence i owns rows starts[i]:starts[i+1]
+    single: bool = False  # the host knows that row i is the only one of sequence i, or that this one pads the batch
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a step needs beside its queries, keys and values. `Backend.prepare_step` makes a function of these."""
+
+    pages: Pages
+    rows: Rows
+    scoring: Scoring
+    sink_logits: Tensor | None = None  # [heads]
+    splits: int | None = None
+    precision: str = "fast"
+    key_scale: Tensor | None = None  # [kv_heads, dim]: keys are multiplied, queries divided by it
+    uncompressed: Pages | None = None  # tokens that are stored a second time, at 16 bits
+    uncompressed_too: bool = False  # whether the new tokens are appended there, too
+    counted: bool = False  # whether the lengths count the new tokens already, as an engine's do; else they advance
+    ends: Tensor | None = None  # [seqs] int32: where queries end, if not at the lengths
+
+
+class Run(Protocol):
+    """Does a step for arguments with the shapes, strides and dtypes that it was prepared for.
+
+    Without keys and values (both None) it only attends. With `out` it writes its results there."""
+
+    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial: ...
+
+
+def in_two_calls(backend: Any, step: Step) -> Run:
+    """A step of a backend that appends and attends one after the other."""
+    pages, rows, scoring, factors = step.pages, step.rows, step.scoring, step.key_scale
+
+    def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
+        x = scaled_queries(q, factors)
+        if k is not None and v is not None:
+            if step.counted:
+                pages.lengths.sub_(rows.starts.diff())
+            backend.append(pages, scaled_keys(k, factors), v, rows)
+            if step.uncompressed is not None and step.uncompressed_too:
+                backend.append(step.uncompressed, scaled_keys(k, factors), v, rows)
+        ends = pages.lengths if step.ends is None else step.ends
+        options = step.splits, step.precision, None
+        part = backend.attend(x, pages, rows, ends, scoring, step.sink_logits, *options)
+        if step.uncompressed is not None:  # sinks count once
+            raw = scoring_uncompressed(scoring)
+            part = join(part, backend.attend(x, step.uncompressed, rows, ends, raw, None, *options))
+        return written(in_dtype(part, q.dtype), out)
+
+    return run
+
+
+def written(part: Partial, out: Tensor | None) -> Partial:
+    """The result in `out`, for backends that cannot write there themselves."""
+    return part if out is None else Partial(out.copy_(part.out), part.lse)
