@@ -13,6 +13,7 @@ import time
 import torch
 
 import aurakv as kv
+from aurakv.attention import ops
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 FORMATS = ["k16v16", "k8v8", "k8v4", "k6v4", "k4v4", "k3v3", "k2v2"]
@@ -51,7 +52,7 @@ def main() -> None:
     q = k[target, group] + 2 * torch.randn(HEADS, DIM, generator=rng)
     q = (q / torch.einsum("hd,thd->ht", q, k[:, group]).std(-1, keepdim=True) * 2 * DIM**0.5)[None]  # scores of std 2
 
-    exact = kv.attend_dense(q, k, v, [0, 1], [0, options.tokens], backend="reference").out
+    exact = ops.attend_dense(q, k, v, [0, 1], [0, options.tokens], backend="reference").out
     bf16 = [x.bfloat16().transpose(0, 1).contiguous()[None] for x in (k, v)]
     rows = q.bfloat16().view(1, KV_HEADS, HEADS // KV_HEADS, DIM)  # the fastest way to ask torch: the group as queries
     torch_time = microseconds(lambda: torch.nn.functional.scaled_dot_product_attention(rows, *bf16))

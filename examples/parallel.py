@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import aurakv as kv
+from aurakv import parallel
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -18,7 +19,7 @@ torch.manual_seed(0)  # queries, keys and values are the same on every rank
 
 fmt = kv.Format.parse("k4v4", head_dim=128)
 whole = kv.KVCache.contiguous(fmt, seqs=2, kv_heads=8, device=device)
-cache = kv.ShardedCache.growing(fmt, seqs=2, kv_heads=8, device=device, block=64)
+cache = parallel.ShardedCache.growing(fmt, seqs=2, kv_heads=8, device=device, block=64)
 starts = [0, 700, 1000]  # a prefill: 700 tokens of one sequence, 300 of another
 for _ in range(3):
     tokens = starts[-1]
@@ -31,11 +32,11 @@ held = f"{cache.local.lengths} of {cache.lengths} tokens, {cache.bytes_held:,} b
 print(f"rank {rank} of {ranks} holds {held}", flush=True)
 
 if ranks > 1 and rank == 0:  # prefill here …
-    kv.send(whole, 0, dst=1)
+    parallel.send(whole, 0, dst=1)
 elif rank == 1:  # … decode there
     pool = kv.PagePool(fmt, num_pages=64, page_size=64, kv_heads=8, device=device)
     decoding = kv.KVCache.paged(pool, seqs=4)
-    length = kv.receive(decoding, 3, src=0)
+    length = parallel.receive(decoding, 3, src=0)
     assert length == whole.lengths[0]
     same = [torch.equal(a.data, b.data) for a, b in zip(decoding.codes(3), whole.codes(0), strict=True)]
     print(f"rank 1 received {length} tokens, bit for bit: {all(same)}", flush=True)

@@ -15,6 +15,7 @@ from aurakv.errors import InputError
 from aurakv.format import levels as codebook
 from aurakv.format import rotation
 from aurakv.format.packing import pack
+from aurakv.storage.uncompressed import Uncompressed
 
 ROOT = Path(__file__).parent.parent
 FORMAT = ROOT / "docs" / "format.md"
@@ -191,7 +192,7 @@ def test_worked_example_in_a_file(tmp_path):
 def test_every_tensor_and_field_of_a_file_is_documented(tmp_path):
     offsets = {"key_offset": torch.ones(1, 16), "value_offset": torch.ones(1, 16)}
     format = aurakv.Format.parse("k4v3", 16)
-    ring = aurakv.KVCache.ring(format, 1, 1, window=4, sinks=1, uncompressed=aurakv.Uncompressed(2, 3), **offsets)
+    ring = aurakv.KVCache.ring(format, 1, 1, window=4, sinks=1, uncompressed=Uncompressed(2, 3), **offsets)
     ring.append(torch.ones(9, 1, 16), torch.ones(9, 1, 16), [0, 9])
     aurakv.save(ring, tmp_path / "ring.safetensors")
     with safetensors.safe_open(tmp_path / "ring.safetensors", "pt") as file:

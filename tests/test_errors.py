@@ -13,7 +13,9 @@ import torch
 
 import aurakv as kv
 from aurakv import backends
-from aurakv.attention import torch_ops
+from aurakv.attention import ops, torch_ops
+from aurakv.errors import BackendError, CapacityError, InputError
+from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import poisoned
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 16, 32
@@ -51,7 +53,7 @@ def world() -> SimpleNamespace:
             contiguous=kv.KVCache.contiguous(FORMAT, 2, KV_HEADS, 64),
             ring=kv.KVCache.ring(FORMAT, 2, KV_HEADS, 10, 3, page_size=4, chunk=4, rollback=2),
             uncompressed=kv.KVCache.contiguous(
-                FORMAT, 2, KV_HEADS, uncompressed=kv.Uncompressed(first=2, recent=4, rollback=3)
+                FORMAT, 2, KV_HEADS, uncompressed=Uncompressed(first=2, recent=4, rollback=3)
             ),
         )
         for cache, new in ((w.paged, [11, 5]), (w.limited, [3, 9]), (w.contiguous, [7, 0]), (w.ring, [60, 9])):
@@ -87,7 +89,7 @@ def check(w: SimpleNamespace, call, error: type[Exception], *words: str) -> None
     assert everything(w) == before
 
 
-def case(name: str, call, *words: str, error: type[Exception] = kv.InputError) -> object:
+def case(name: str, call, *words: str, error: type[Exception] = InputError) -> object:
     return pytest.param(call, error, words, id=name)
 
 
@@ -259,37 +261,37 @@ OPERATIONS = [
     case("decode dtype", lambda w: kv.decode(KEYS, FORMAT.key, dtype=torch.int8), "dtype", "bfloat16", "int8"),
     case(
         "scores heads",
-        lambda w: kv.scores(ramp(1, 3, 16), KEYS, FORMAT.key),
+        lambda w: ops.scores(ramp(1, 3, 16), KEYS, FORMAT.key),
         *("q must be", "multiple of 2 KV heads", "[1, 3, 16]"),
     ),
-    case("scores no heads", lambda w: kv.scores(ramp(1, 0, 16), KEYS, FORMAT.key), "q must be", "[1, 0, 16]"),
-    case("scores dim", lambda w: kv.scores(ramp(1, 4, 32), KEYS, FORMAT.key), "[tokens, heads, 16]", "[1, 4, 32]"),
-    case("scores grad", lambda w: kv.scores(with_grad(queries(1)), KEYS, FORMAT.key), "q requires grad"),
+    case("scores no heads", lambda w: ops.scores(ramp(1, 0, 16), KEYS, FORMAT.key), "q must be", "[1, 0, 16]"),
+    case("scores dim", lambda w: ops.scores(ramp(1, 4, 32), KEYS, FORMAT.key), "[tokens, heads, 16]", "[1, 4, 32]"),
+    case("scores grad", lambda w: ops.scores(with_grad(queries(1)), KEYS, FORMAT.key), "q requires grad"),
     case(
         "scores ndim of keys",
-        lambda w: kv.scores(queries(1), kv.encode(ramp(2, 16), FORMAT.key), FORMAT.key),
+        lambda w: ops.scores(queries(1), kv.encode(ramp(2, 16), FORMAT.key), FORMAT.key),
         *("keys data", "[n, kv_heads, 8]", "[2, 8]"),
     ),
     case(
         "values shape",
-        lambda w: kv.values(ramp(1, 4, 5), VALUES, FORMAT.value),
+        lambda w: ops.values(ramp(1, 4, 5), VALUES, FORMAT.value),
         *("weights must be", "[tokens, heads, 3]", "[1, 4, 5]"),
     ),
     case(
-        "values heads", lambda w: kv.values(ramp(1, 3, 3), VALUES, FORMAT.value), "weights", "2 KV heads", "[1, 3, 3]"
+        "values heads", lambda w: ops.values(ramp(1, 3, 3), VALUES, FORMAT.value), "weights", "2 KV heads", "[1, 3, 3]"
     ),
     case(
         "values threshold",
-        lambda w: kv.values(ramp(1, 4, 3), VALUES, FORMAT.value, threshold=1.5),
+        lambda w: ops.values(ramp(1, 4, 3), VALUES, FORMAT.value, threshold=1.5),
         *("threshold", "below 1", "1.5"),
     ),
-    case("values grad", lambda w: kv.values(with_grad(ramp(1, 4, 3)), VALUES, FORMAT.value), "weights requires grad"),
-    case("values threshold text", lambda w: kv.values(ramp(1, 4, 3), VALUES, FORMAT.value, threshold="0"), "finite"),
+    case("values grad", lambda w: ops.values(with_grad(ramp(1, 4, 3)), VALUES, FORMAT.value), "weights requires grad"),
+    case("values threshold text", lambda w: ops.values(ramp(1, 4, 3), VALUES, FORMAT.value, threshold="0"), "finite"),
     case("decode tuple", lambda w: kv.decode(tuple(KEYS), FORMAT.key), "codes must be a Codes", "a tuple of tensors"),
     case("encode codec", lambda w: kv.encode(ramp(3, 2, 16), FORMAT), "codec must be a Codec", "Format("),
     case("offset list", lambda w: kv.encode(ramp(3, 2, 16), FORMAT.key, [0.0]), "offset must be a Tensor", "[0.0]"),
-    case("scores no KV heads", lambda w: kv.scores(queries(1), NO_HEADS, FORMAT.key), "keys", "at least one KV head"),
-    case("values no KV heads", lambda w: kv.values(ramp(1, 4, 3), NO_HEADS, FORMAT.key), "stored", "one KV head"),
+    case("scores no KV heads", lambda w: ops.scores(queries(1), NO_HEADS, FORMAT.key), "keys", "at least one KV head"),
+    case("values no KV heads", lambda w: ops.values(ramp(1, 4, 3), NO_HEADS, FORMAT.key), "stored", "one KV head"),
     case("merge nothing", lambda w: kv.merge(), "merge", "at least one"),
     case("merge list", lambda w: kv.merge([PART, PART]), "merge", "one by one", "list"),
     case("merge tuples", lambda w: kv.merge(PART, tuple(PART)), "merge", "one by one", "tuple"),
@@ -300,7 +302,7 @@ OPERATIONS = [
 
 def dense(n: int = 3, m: int = 3, **changes: object) -> None:
     arguments = {"q": queries(n), "k": tokens(m)[0], "v": tokens(m)[1], "starts": [0, n], "key_starts": [0, m]}
-    kv.attend_dense(**{**arguments, **changes})
+    ops.attend_dense(**{**arguments, **changes})
 
 
 OPERATIONS += [
@@ -376,7 +378,7 @@ PAGES = [
     case("append backend", lambda w: kv.append(w.ring.pages, *tokens(2), backend="?"), "backend", "reference", "'?'"),
     case("append heads", lambda w: kv.append(w.ring.pages, ramp(2, 3, 16), tokens(2)[1]), "k must be [tokens, 2, 16]"),
     case("append starts", lambda w: kv.append(w.ring.pages, *tokens(2), [0, 0, 1]), "from 0 to 2 tokens", "[0, 0, 1]"),
-    case("append codes", lambda w: kv.append_codes(w.ring.pages, *codes(2), [0, 1]), "3 numbers", "[0, 1]"),
+    case("append codes", lambda w: ops.append_codes(w.ring.pages, *codes(2), [0, 1]), "3 numbers", "[0, 1]"),
     case(
         "compiled starts",
         lambda w: torch_ops.append(w.ring.pages, *tokens(2), [0, 1, 2], None),
@@ -534,36 +536,36 @@ CACHES = [
     case("codes heads", grow_codes(kv.encode(ramp(2, 3, 16), FORMAT.key)), "keys must have 2 KV heads", "got 3"),
     case("codes count", grow_codes(None, codes(3)[1]), "keys and values", "equally many", "2 and 3"),
     case("codes ndim", grow_codes(kv.encode(ramp(1, 2, 2, 16), FORMAT.key)), "keys data", "[n, kv_heads, 8]"),
-    case("no room", grow(*tokens(60), [0, 60, 60]), "pool", "free pages", "of 6", error=kv.CapacityError),
-    case("no copy", grow(*tokens(17), [0, 15, 17]), "pool", "free pages", "of 6", error=kv.CapacityError),
-    case("no room to reserve", lambda w: w.paged.reserve(30), "pool", "of 6", error=kv.CapacityError),
+    case("no room", grow(*tokens(60), [0, 60, 60]), "pool", "free pages", "of 6", error=CapacityError),
+    case("no copy", grow(*tokens(17), [0, 15, 17]), "pool", "free pages", "of 6", error=CapacityError),
+    case("no room to reserve", lambda w: w.paged.reserve(30), "pool", "of 6", error=CapacityError),
     case(
         "no room in a step",
         lambda w: w.paged.step(queries(60), *tokens(60), [0, 60, 60]),
         *("pool", "free pages", "of 6"),
-        error=kv.CapacityError,
+        error=CapacityError,
     ),
     case(
         "longer than the table",
         grow(*tokens(14), [0, 14, 14], "limited"),
         *("at most 16 tokens", "got 17"),
-        error=kv.CapacityError,
+        error=CapacityError,
     ),
-    case("reserve too long", lambda w: w.limited.reserve([0, 8]), "at most 16", "17", error=kv.CapacityError),
+    case("reserve too long", lambda w: w.limited.reserve([0, 8]), "at most 16", "17", error=CapacityError),
     case(
         "reserve beyond int32",
         lambda w: w.ring.reserve([2**31, 0]),
         *("at most 2147483647 tokens", str(2**31 + 60)),
-        error=kv.CapacityError,
+        error=CapacityError,
     ),
-    case("rollback", lambda w: w.ring.truncate(0, 40), "60 tokens", "by 2", "to 40", error=kv.CapacityError),
+    case("rollback", lambda w: w.ring.truncate(0, 40), "60 tokens", "by 2", "to 40", error=CapacityError),
     case(
         "uncompressed rollback",
         lambda w: w.uncompressed.truncate(0, 20),
         "120 tokens",
         "by 3",
         "to 20",
-        error=kv.CapacityError,
+        error=CapacityError,
     ),
     case(
         "ring reach",
@@ -638,24 +640,22 @@ MAKING = [
     case("paged max_tokens", lambda w: kv.KVCache.paged(w.pool, 1, 0), "max_tokens", "at least 1", "0"),
     case("paged growable", lambda w: kv.KVCache.paged(w.ring.pool, 1), "pool of fixed size"),
     case("paged backend", lambda w: kv.KVCache.paged(w.pool, 1, backend="gpu"), "backend", "reference", "'gpu'"),
-    case("uncompressed first", make_contiguous(uncompressed=kv.Uncompressed(first=-1)), "first", "at least 0", "-1"),
+    case("uncompressed first", make_contiguous(uncompressed=Uncompressed(first=-1)), "first", "at least 0", "-1"),
     case(
         "uncompressed recent",
-        make_contiguous(uncompressed=kv.Uncompressed(recent=1.5)),
+        make_contiguous(uncompressed=Uncompressed(recent=1.5)),
         "recent",
         "whole number",
         "1.5",
     ),
     case(
         "uncompressed rollback",
-        make_ring(uncompressed=kv.Uncompressed(recent=2, rollback=-1)),
+        make_ring(uncompressed=Uncompressed(recent=2, rollback=-1)),
         "rollback",
         "at least 0",
         "-1",
     ),
-    case(
-        "uncompressed dtype", make_ring(uncompressed=kv.Uncompressed(recent=2, dtype=torch.float64)), "f32", "float64"
-    ),
+    case("uncompressed dtype", make_ring(uncompressed=Uncompressed(recent=2, dtype=torch.float64)), "f32", "float64"),
     case("format text", make_contiguous(format="k4v4"), "format must be a Format", "'k4v4'"),
     case("ring format", make_ring(format="k4v4"), "format must be a Format", "'k4v4'"),
     case("pool format", make_pool(format=FORMAT.key), "format must be a Format", "Codec"),
@@ -668,7 +668,7 @@ MAKING = [
     case("uncompressed tuple", make_ring(uncompressed=(1, 1)), "uncompressed must be an Uncompressed", "(1, 1)"),
     case(
         "uncompressed bool",
-        lambda w: kv.KVCache.paged(w.pool, 1, uncompressed=kv.Uncompressed(True)),
+        lambda w: kv.KVCache.paged(w.pool, 1, uncompressed=Uncompressed(True)),
         "first",
         "whole number",
         "True",
@@ -699,7 +699,7 @@ def test_a_backend_that_cannot_run_is_not_replaced(world, monkeypatch):
         lambda w: kv.KVCache.paged(w.pool, 1, backend=name),
     )
     for call in calls:
-        check(world, call, kv.BackendError, "'cannot'", "k4v3", "cpu", "is not for it")
+        check(world, call, BackendError, "'cannot'", "k4v3", "cpu", "is not for it")
 
 
 def test_a_workspace_must_be_large_enough(world, monkeypatch):
@@ -709,12 +709,12 @@ def test_a_workspace_must_be_large_enough(world, monkeypatch):
     needy = SimpleNamespace(**{name: getattr(reference, name) for name in dir(reference) if name[0] != "_"})
     needy.name, needy.workspace_bytes = "needy", lambda pages, tokens, heads, splits: 1000 * tokens
     backends.register(needy)
-    assert kv.attend_workspace(world.paged.pages, 2, HEADS, backend="needy") == 2000
+    assert ops.attend_workspace(world.paged.pages, 2, HEADS, backend="needy") == 2000
 
     def call(w, size):
         return attend(w, workspace=torch.empty(size, dtype=torch.uint8), backend="needy")
 
-    check(world, lambda w: call(w, 1999), kv.InputError, "workspace", "at least 2000 bytes", "with 1999")
+    check(world, lambda w: call(w, 1999), InputError, "workspace", "at least 2000 bytes", "with 1999")
     assert call(world, 2000).out.isfinite().all()
 
 
@@ -788,9 +788,9 @@ def test_pages_from_outside(world, changes, words):
         look,
         lambda w: kv.attend(queries(3), pages, None, window),
         lambda w: kv.append(pages, *tokens(3)),
-        lambda w: kv.append_codes(pages, *codes(3)),
+        lambda w: ops.append_codes(pages, *codes(3)),
     ):
-        check(world, call, kv.InputError, *words)
+        check(world, call, InputError, *words)
     for old, new in zip(before, (pages.data, pages.table, pages.lengths, pages.overflow), strict=True):
         assert old.device.type == "meta" or torch.equal(old, new)
 
@@ -816,7 +816,7 @@ def test_an_append_that_does_not_fit_is_reported_by_the_next_call(world):
     calls = (lambda: cache.append(*tokens(2)), lambda: cache.attend(queries(2)), lambda: cache.lengths)
     for call in calls:
         cache.pages.overflow.fill_(1)
-        with pytest.raises(kv.CapacityError, match="did not fit its pages and wrote nothing: reserve room"):
+        with pytest.raises(CapacityError, match="did not fit its pages and wrote nothing: reserve room"):
             call()
     assert cache.lengths == [9 + n, 0]
     for stored, wanted in zip(cache.codes(0), codes(n), strict=True):
@@ -825,7 +825,7 @@ def test_an_append_that_does_not_fit_is_reported_by_the_next_call(world):
 
 def test_sentences_name_no_tensor_contents(world):
     """An error about a large tensor stays one short sentence."""
-    with pytest.raises(kv.InputError) as caught:
+    with pytest.raises(InputError) as caught:
         world.paged.append(ramp(2000, KV_HEADS, KEY_DIM), ramp(2000, KV_HEADS, VALUE_DIM + 1))
     assert len(str(caught.value)) < 200
     assert not re.search(r"tensor\(", str(caught.value))
@@ -855,11 +855,11 @@ def test_whole_numbers_of_any_kind_are_plain_ones_inside(world, number):
     assert type(scoring.window) is int
     heads, options = number(KV_HEADS), {"chunk": number(4), "rollback": number(2)}
     ring = kv.KVCache.ring(FORMAT, number(2), heads, number(8), number(1), **options)
-    uncompressed = kv.Uncompressed(number(2), number(3), torch.float32, number(4))
+    uncompressed = Uncompressed(number(2), number(3), torch.float32, number(4))
     contiguous = kv.KVCache.contiguous(FORMAT, number(2), heads, number(9), uncompressed=uncompressed)
     paged = kv.KVCache.paged(kv.PagePool(FORMAT, number(8), number(8), heads), number(2), number(16))
     assert {type(x) for x in (*ring.page_table.kept, *contiguous.uncompressed[:2])} == {int}
-    assert kv.attend_workspace(paged.pages, number(2), heads, splits=number(3)) >= 0
+    assert ops.attend_workspace(paged.pages, number(2), heads, splits=number(3)) >= 0
     plain = kv.KVCache.contiguous(FORMAT, number(2), heads, backend="reference")
     for cache in (ring, contiguous, paged, plain):
         for _ in range(4):
@@ -895,8 +895,8 @@ def test_no_vectors_make_no_codes(name, shape):
     assert decoded.dtype == torch.float16
     for backend in ("reference", None):
         none = kv.encode(ramp(0, 2, KEY_DIM), codec, backend=backend)
-        assert kv.scores(queries(3), none, codec, backend=backend).shape == (3, HEADS, 0)
-        summed = kv.values(torch.zeros(3, HEADS, 0), none, codec, backend=backend)
+        assert ops.scores(queries(3), none, codec, backend=backend).shape == (3, HEADS, 0)
+        summed = ops.values(torch.zeros(3, HEADS, 0), none, codec, backend=backend)
         assert torch.equal(summed, torch.zeros(3, HEADS, KEY_DIM))
 
 
@@ -904,11 +904,11 @@ def test_a_file_is_not_blamed_for_a_backend(world, tmp_path, monkeypatch):
     path = tmp_path / "cache.safetensors"
     kv.save(world.ring, path, torch.tensor([1, 0]))
     assert kv.load(path).lengths == world.ring.lengths[::-1]
-    check(world, lambda w: kv.load(path, backend="foo"), kv.InputError, "backend must be one of", "'foo'")
-    check(world, lambda w: kv.load(tmp_path / "none", backend="foo"), kv.InputError, "backend", "'foo'")
-    check(world, lambda w: kv.save(w.ring, path, torch.tensor([True, False])), kv.InputError, "seqs", "whole numbers")
-    check(world, lambda w: kv.save(w.ring, path, 1), kv.InputError, "seqs must be whole numbers", "got 1")
-    check(world, lambda w: kv.save("cache", path), kv.InputError, "cache must be a KVCache", "'cache'")
+    check(world, lambda w: kv.load(path, backend="foo"), InputError, "backend must be one of", "'foo'")
+    check(world, lambda w: kv.load(tmp_path / "none", backend="foo"), InputError, "backend", "'foo'")
+    check(world, lambda w: kv.save(w.ring, path, torch.tensor([True, False])), InputError, "seqs", "whole numbers")
+    check(world, lambda w: kv.save(w.ring, path, 1), InputError, "seqs must be whole numbers", "got 1")
+    check(world, lambda w: kv.save("cache", path), InputError, "cache must be a KVCache", "'cache'")
     monkeypatch.setattr(backends, "_registered", {})
     backends.register(SimpleNamespace(name="cannot", why_not=lambda format, device: None if format is None else "no"))
-    check(world, lambda w: kv.load(path, backend="cannot"), kv.BackendError, "'cannot' cannot run k4v3", "cpu", "no")
+    check(world, lambda w: kv.load(path, backend="cannot"), BackendError, "'cannot' cannot run k4v3", "cpu", "no")

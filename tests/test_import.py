@@ -1,5 +1,6 @@
 """A cold import: no optional package, no CUDA, no noticeable time on top of torch."""
 
+import importlib
 import importlib.resources
 import json
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 import aurakv as kv
+from aurakv.errors import AuraError, BackendError, CapacityError, FileError, InputError
 
 COLD = """
 import sys, time
@@ -26,9 +28,9 @@ asked = []
 sys.meta_path.insert(0, Refuse())
 start = time.perf_counter()
 import aurakv as kv
+missing = [name for name in kv.__all__ if not hasattr(kv, name)]
 seconds = time.perf_counter() - start
 while_importing = list(asked)
-missing = [name for name in kv.__all__ if not hasattr(kv, name)]
 
 format = kv.Format.parse("k4v3", 64)
 cache = kv.KVCache.contiguous(format, 1, 2)
@@ -76,8 +78,53 @@ def test_cold_import():
 def test_public_names():
     assert kv.__all__ == sorted(kv.__all__)
     assert all(hasattr(kv, name) for name in kv.__all__)
-    assert issubclass(kv.FileError, kv.InputError)
-    assert all(issubclass(e, kv.AuraError) for e in (kv.InputError, kv.CapacityError, kv.BackendError))
+    assert set(kv.__all__) <= set(dir(kv))
+    assert issubclass(FileError, InputError)
+    assert all(issubclass(e, AuraError) for e in (InputError, CapacityError, BackendError))
+
+
+LAZY = """
+import sys
+import aurakv
+assert "torch" not in sys.modules, "importing aurakv imports torch"
+import torch
+aurakv.{name}
+torch.ops.aurakv.encode, torch.ops.aurakv.attend
+"""
+
+
+@pytest.mark.parametrize("name", ["KVCache", "attend", "Format"])
+def test_torch_comes_with_the_first_name_and_the_operators_with_it(name):
+    run = subprocess.run([sys.executable, "-c", LAZY.format(name=name)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    {
+        "InputError": "aurakv.errors.InputError",
+        "Exact": "aurakv.storage.uncompressed.Uncompressed",
+        "attend_dense": "aurakv.attention.ops.attend_dense",
+        "ShardedCache": "aurakv.parallel.ShardedCache",
+    }.items(),
+)
+def test_an_old_name_says_the_new_one(name, new):
+    with pytest.raises(AttributeError, match=rf"^aurakv.{name} is {new} now$"):
+        getattr(kv, name)
+    with pytest.raises(ImportError, match=rf"^aurakv.{name} is {new} now$"):
+        exec(f"from aurakv import {name}")
+    assert not hasattr(kv, name)
+
+
+def test_old_names_are_where_the_sentence_says():
+    for new in kv._NEW.values():
+        home, _, name = new.rpartition(".")
+        assert hasattr(importlib.import_module(home), name)
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="module 'aurakv' has no attribute 'attention_please'"):
+        kv.attention_please  # noqa: B018
 
 
 def test_types_are_shipped():

@@ -5,7 +5,8 @@ import zipfile
 
 import pytest
 
-from aurakv import AuraError, FileError, models
+from aurakv import models
+from aurakv.errors import AuraError, FileError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="pip is not installed")
 

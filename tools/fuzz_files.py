@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import aurakv as kv
+from aurakv.errors import CapacityError, FileError, InputError
+from aurakv.storage.uncompressed import Uncompressed
 
 NUMBERS = [-(2**31), -2, -1, 0, 1, 2, 3, 4, 15, 16, 17, 31, 48, 63, 64, 65, 100, 127, 128, 255, 256, 1000, 1024, 4096]
 NUMBERS += [2**15, 2**16, 2**20, 2**27, 2**31 - 17, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64, 10**30]
@@ -39,7 +41,7 @@ def corpus() -> list[bytes]:
     torch.manual_seed(0)
     levels = (-2.0, -0.5, 0.25, 1.5)
     own = kv.Format(kv.Codec.key(32, 2, table=levels, seed=7), kv.Codec.value(16, 3, dtype=torch.float32))
-    exact = kv.Uncompressed(first=3, recent=5, dtype=torch.float16, rollback=4)
+    exact = Uncompressed(first=3, recent=5, dtype=torch.float16, rollback=4)
     k4, mixed = kv.Format.parse("k4v4", 16), kv.Format.parse("k16:f16/v2", (8, 32))
     offset = torch.randn(2, 32)
     pools = [kv.PagePool(f, 40, size, 2) for f, size in ((k4, 4), (own, 5), (mixed, 16))]
@@ -51,7 +53,7 @@ def corpus() -> list[bytes]:
         kv.KVCache.ring(own, 3, 2, window=5, page_size=3, chunk=2, uncompressed=exact),
         kv.KVCache.ring(k4, 0, 2, window=64, sinks=4),
         kv.KVCache.paged(pools[0], 4),
-        kv.KVCache.paged(pools[1], 3, max_tokens=40, uncompressed=kv.Uncompressed(recent=2)),
+        kv.KVCache.paged(pools[1], 3, max_tokens=40, uncompressed=Uncompressed(recent=2)),
         kv.KVCache.paged(pools[2], 3, max_tokens=64),
     ]
     files = []
@@ -258,7 +260,7 @@ def judge(path: Path, raw: bytes) -> str | None:
     try:
         with SmallTensors(8 * len(raw) + 4096):
             cache = kv.load(path, backend="reference")
-    except kv.FileError as error:
+    except FileError as error:
         sentence = str(error)
         assert len(sentence) < 1000, sentence
         assert "\n" not in sentence, sentence
@@ -275,7 +277,7 @@ def exercise(cache: kv.KVCache) -> None:
     attend_all(cache)
     room = all(pool.num_pages and pool.data[:1].nbytes < 2**20 for pool in pools)
     if cache.seqs and room and max(lengths) < 2**31 - 4:
-        with contextlib.suppress(kv.CapacityError):  # a pool without spare pages
+        with contextlib.suppress(CapacityError):  # a pool without spare pages
             append(cache, [1] * cache.seqs)
             append(cache, [3] * cache.seqs)
         attend_all(cache)
@@ -297,7 +299,7 @@ def attend_all(cache: kv.KVCache) -> None:
     q = torch.ones(starts[-1], cache.pool.kv_heads, cache.format.key.dim)
     try:
         part = cache.attend(q, starts)
-    except kv.InputError as error:  # a ring that was rolled back as far as it goes: only its next token may attend
+    except InputError as error:  # a ring that was rolled back as far as it goes: only its next token may attend
         if "no longer held" not in str(error):
             raise
         return

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "test_triton_fast", "test_triton", "test_triton_extend", "test_files", "test_parallel_gpu", "test_vllm_layer",
-    "test_hf_gpu",
+    "tests.backends.triton.test_decode", "tests.backends.triton.test_interpreter", "tests.backends.triton.test_extend",
+    "tests.storage.test_files", "tests.parallel.test_gpu", "tests.vllm.test_layer", "tests.hf.test_generate_gpu",
 )  # fmt: skip
 Job = tuple[str, str, str]  # kind, name, precision or number
 
@@ -117,7 +117,7 @@ def stand_in() -> Iterator[None]:
     """Makes `import pytest` find this file, here and in every process that is started meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "pytest.py").write_text("from gpu_conformance import *\n")
-        sys.path[:0] = [folder, str(Path(__file__).parent)]
+        sys.path[:0] = [folder, str(Path(__file__).parents[1]), str(Path(__file__).parent)]
         yield
 
 

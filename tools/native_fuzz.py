@@ -12,6 +12,8 @@ import sys
 import torch
 
 import aurakv as kv
+from aurakv.attention import ops
+from aurakv.errors import InputError
 from aurakv.storage.pages import Pages, allocate
 
 BITS = (2, 3, 4, 5, 6, 8, 16)
@@ -176,11 +178,11 @@ def check(seed: int, backend: str) -> None:
     if rng.random() < 0.1:
         options["ends"] = [max(0, count - rng.randrange(3)) for count in counts]
     if rng.random() < 0.2:
-        needed = kv.attend_workspace(pages, q.shape[0], q.shape[1], splits=options["splits"], backend=backend)
+        needed = ops.attend_workspace(pages, q.shape[0], q.shape[1], splits=options["splits"], backend=backend)
         options["workspace"] = torch.empty(needed + 4, dtype=torch.uint8)
     try:
         out, lse = kv.attend(q, pages, bounds, scoring, **options, backend=backend)  # type: ignore[arg-type]
-    except kv.InputError as error:
+    except InputError as error:
         if str(error).startswith("this ring holds"):  # the random window does not fit the random ring
             return
         raise

@@ -8,7 +8,9 @@ import torch
 
 import aurakv as kv
 from aurakv import backends
+from aurakv.attention import ops
 from aurakv.backends import reference
+from aurakv.errors import BackendError, CapacityError, InputError
 from aurakv.format.levels import CODE_BITS
 from aurakv.testing import check_codes
 
@@ -54,7 +56,7 @@ def test_scores(backend, device, bits, heads, kv_heads, dim):
     offset = rand(kv_heads, dim, seed=1).to(device) if codec.coded else None
     keys = kv.encode(rand(77, kv_heads, dim, seed=2).to(device), codec, offset, backend=backend)
     q = rand(5, heads, dim, seed=3)
-    got = kv.scores(q.to(device), keys, codec, offset, backend=backend).cpu().double()
+    got = ops.scores(q.to(device), keys, codec, offset, backend=backend).cpu().double()
     decoded = kv.decode(keys, codec, offset, dtype=torch.float64, backend="reference").cpu()
     wanted = torch.einsum("thd,nhd->thn", q.double(), decoded.repeat_interleave(heads // kv_heads, 1))
     assert (got - wanted).norm() / wanted.norm() <= tolerance(backend, torch.float32)
@@ -68,7 +70,7 @@ def test_values_drop_exactly_what_is_below(backend, device, bits, threshold):
     stored = kv.encode(rand(60, 2, 80, seed=2).to(device), codec, offset, backend=backend)
     weights = rand(3, 6, 60, seed=3).softmax(-1)
     weights[0, 0, 5] = threshold  # not below: stays
-    got = kv.values(weights.to(device), stored, codec, offset, threshold=threshold, backend=backend).cpu().double()
+    got = ops.values(weights.to(device), stored, codec, offset, threshold=threshold, backend=backend).cpu().double()
     decoded = kv.decode(stored, codec, offset, dtype=torch.float64, backend="reference").cpu()
     kept = torch.where(weights < threshold, 0, weights).double()
     wanted = torch.einsum("thn,nhd->thd", kept, decoded.repeat_interleave(3, 1))
@@ -81,7 +83,7 @@ def test_values_never_skip_nan_weights(backend, device):
     stored = kv.encode(rand(10, 1, 64).to(device), codec, backend=backend)
     weights = torch.full((1, 2, 10), 0.1)
     weights[0, 1, 3] = torch.nan
-    out = kv.values(weights.to(device), stored, codec, threshold=0.5, backend=backend).cpu()
+    out = ops.values(weights.to(device), stored, codec, threshold=0.5, backend=backend).cpu()
     assert not out[0, 0].any()
     assert out[0, 1].isnan().all()
 
@@ -94,7 +96,7 @@ def test_attend_dense(backend, device, dtype, scoring):
     starts, key_starts = [0, 3, 3, 8], [0, 9, 12, 20]
     q, k, v = rand(8, 6, 64, dtype=dtype), rand(20, 2, 64, seed=1, dtype=dtype), rand(20, 2, 48, seed=2, dtype=dtype)
     logits = rand(6, seed=3)
-    got = kv.attend_dense(
+    got = ops.attend_dense(
         q.to(device), k.to(device), v.to(device), starts, key_starts, scoring,
         ends=[9, 3, 30], sink_logits=logits.to(device), backend=backend,
     )  # fmt: skip
@@ -115,7 +117,7 @@ def test_attend_dense(backend, device, dtype, scoring):
 
 def test_attend_dense_prefill_is_ordinary_attention(backend, device):
     q, k, v = rand(50, 4, 64).to(device), rand(50, 2, 64, seed=1).to(device), rand(50, 2, 64, seed=2).to(device)
-    got = kv.attend_dense(q, k, v, [0, 50], backend=backend)
+    got = ops.attend_dense(q, k, v, [0, 50], backend=backend)
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
     )
@@ -138,7 +140,7 @@ def test_splits_and_workspace_change_nothing_but_rounding(backend, device):
     q = rand(3, 6, 64).to(device)
     one = kv.attend(q, cache.pages, splits=1, backend=backend)
     for splits in (2, 3, 16, 100):
-        size = kv.attend_workspace(cache.pages, 3, 6, splits=splits, backend=backend)
+        size = ops.attend_workspace(cache.pages, 3, 6, splits=splits, backend=backend)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
         many = kv.attend(q, cache.pages, splits=splits, workspace=workspace, backend=backend)
         limit = tolerance(backend, torch.float32)
@@ -162,7 +164,7 @@ def test_ends_move_the_queries(backend, device):
     got = kv.attend(q, cache.pages, scoring=window, ends=[30, 4, 100], backend=backend)
     for seq, end in ((0, 30), (1, 4)):
         k, v = (x[:end].to(device) for x in cache.decode(seq))
-        wanted = kv.attend_dense(q[seq : seq + 1], k, v, [0, 1], [0, end], window, backend="reference")
+        wanted = ops.attend_dense(q[seq : seq + 1], k, v, [0, 1], [0, end], window, backend="reference")
         torch.testing.assert_close(got.out[seq], wanted.out[0], atol=tolerance(backend, torch.float32), rtol=1e-2)
     assert not got.out[2].any()
     assert torch.isneginf(got.lse[2]).all()
@@ -195,7 +197,7 @@ def test_float64_is_exact():
     out, lse = kv.attend(q, cache.pages)
     assert out.dtype == lse.dtype == torch.float64
     k, v = cache.decode(0, torch.float64)
-    wanted = kv.attend_dense(q[:1], k, v, [0, 1], [0, 50])
+    wanted = ops.attend_dense(q[:1], k, v, [0, 1], [0, 50])
     torch.testing.assert_close(out[:1], wanted.out, atol=1e-12, rtol=1e-12)
 
 
@@ -206,7 +208,7 @@ def test_low_level_append_reports_what_does_not_fit(backend, device):
     assert int(cache.pages.overflow) == 1  # sequence 1 has no page
     assert torch.equal(cache.pages.data, before)
     assert cache.pages.lengths.tolist() == [30, 0, 20]
-    with pytest.raises(kv.CapacityError, match="did not fit"):
+    with pytest.raises(CapacityError, match="did not fit"):
         cache.sync()
     cache.sync()  # reported once
     cache.reserve(3)
@@ -251,9 +253,9 @@ def test_all_operations_trace():
 
     def everything(q, x):
         keys, values = kv.encode(x, key), kv.encode(x, value)
-        weights = kv.scores(q, keys, key).softmax(-1)
-        out = kv.values(weights, values, value, threshold=1e-6)
-        return out + kv.decode(values, value)[:3].repeat_interleave(3, 1), kv.attend_dense(q[:0], x[:0], x[:0], None)
+        weights = ops.scores(q, keys, key).softmax(-1)
+        out = ops.values(weights, values, value, threshold=1e-6)
+        return out + kv.decode(values, value)[:3].repeat_interleave(3, 1), ops.attend_dense(q[:0], x[:0], x[:0], None)
 
     q, x = rand(3, 6, 64), rand(20, 2, 64)
     wanted, _ = everything(q, x)
@@ -273,20 +275,20 @@ def operator_calls():
     codes = kv.encode(k, codec)
     starts = torch.arange(4, dtype=torch.int32)
     workspace = torch.empty(10**6, dtype=torch.uint8)
-    ops = torch.ops.aurakv
+    operators = torch.ops.aurakv
     return {
-        "encode": (ops.encode, (k, None, codec.name, 64, None)),
-        "encode at 16": (ops.encode, (k, None, "16:f32", 64, None)),
-        "decode": (ops.decode, (*codes, None, codec.name, 64, False, torch.float16, None)),
-        "scores": (ops.scores, (q, *codes, None, codec.name, 64, None)),
-        "values": (ops.values, (q[..., :3].contiguous(), *codes, None, codec.name, 64, 0.1, None)),
-        "append": (ops.append, (k, v, starts, *flat, None)),
-        "attend": (ops.attend, (q, starts, None, None, None, *flat, *scoring, None, "fast", None)),
+        "encode": (operators.encode, (k, None, codec.name, 64, None)),
+        "encode at 16": (operators.encode, (k, None, "16:f32", 64, None)),
+        "decode": (operators.decode, (*codes, None, codec.name, 64, False, torch.float16, None)),
+        "scores": (operators.scores, (q, *codes, None, codec.name, 64, None)),
+        "values": (operators.values, (q[..., :3].contiguous(), *codes, None, codec.name, 64, 0.1, None)),
+        "append": (operators.append, (k, v, starts, *flat, None)),
+        "attend": (operators.attend, (q, starts, None, None, None, *flat, *scoring, None, "fast", None)),
         "attend with all": (
-            ops.attend,
+            operators.attend,
             (q, starts, pages.lengths.clone(), rand(6), workspace, *flat, *scoring, 2, "float32", None),
         ),
-        "attend_dense": (ops.attend_dense, (q, k, v, starts, starts, None, None, *scoring, None)),
+        "attend_dense": (operators.attend_dense, (q, k, v, starts, starts, None, None, *scoring, None)),
     }  # fmt: skip
 
 
@@ -302,7 +304,7 @@ def test_opcheck(name):
 def test_inputs_that_require_grad_are_refused():
     cache = filled()
     q = rand(3, 6, 64).requires_grad_()
-    with pytest.raises(kv.InputError, match="requires grad"):
+    with pytest.raises(InputError, match="requires grad"):
         kv.attend(q, cache.pages)
     with torch.no_grad():
         assert not kv.attend(q, cache.pages).out.requires_grad
@@ -349,7 +351,7 @@ def test_python_threads_do_not_disturb_each_other(backend, device):
 def test_backends_are_chosen_best_first_and_explain_themselves():
     assert kv.why_not("reference", None, "cpu") is None
     assert "reference" in backends.names()
-    with pytest.raises(kv.InputError, match="backend must be one of"):
+    with pytest.raises(InputError, match="backend must be one of"):
         kv.why_not("nonsense")
 
     class Never:
@@ -360,6 +362,6 @@ def test_backends_are_chosen_best_first_and_explain_themselves():
 
     backends.register(Never())
     cache = filled()
-    with pytest.raises(kv.BackendError, match="'never' cannot run k4v3 on cpu: it is a test"):
+    with pytest.raises(BackendError, match="'never' cannot run k4v3 on cpu: it is a test"):
         kv.attend(rand(3, 6, 64), cache.pages, backend="never")
     backends._registered.pop("never")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import aurakv as kv
 from aurakv.attention.partial import join
+from aurakv.errors import InputError
 
 TOKENS, HEADS, DIM = 3, 2, 4
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -183,13 +184,13 @@ def test_a_single_part_is_itself():
 
 def test_what_does_not_fit_is_refused():
     part = partial(3, torch.float32)
-    with pytest.raises(kv.InputError, match="at least one"):
+    with pytest.raises(InputError, match="at least one"):
         kv.merge()
-    with pytest.raises(kv.InputError, match=r"equal shapes, got out \(3, 2, 4\) and \(3, 2, 3\)"):
+    with pytest.raises(InputError, match=r"equal shapes, got out \(3, 2, 4\) and \(3, 2, 3\)"):
         kv.merge(part, kv.Partial(part.out[..., :3], part.lse))
-    with pytest.raises(kv.InputError, match=r"lse \(3, 2\) and \(3, 1\)"):
+    with pytest.raises(InputError, match=r"lse \(3, 2\) and \(3, 1\)"):
         kv.merge(part, kv.Partial(part.out, part.lse[:, :1]))
-    with pytest.raises(kv.InputError, match=r"\[2\] \(query heads\), got \[3\]"):
+    with pytest.raises(InputError, match=r"\[2\] \(query heads\), got \[3\]"):
         kv.sink(torch.zeros(3), part)
 
 

@@ -13,6 +13,7 @@ import aurakv as kv  # noqa: E402
 from aurakv.calibration import tune  # noqa: E402
 from aurakv.calibration.policy import Policy  # noqa: E402
 from aurakv.calibration.tune import choose, refined  # noqa: E402
+from aurakv.errors import InputError  # noqa: E402
 from aurakv.evaluation import measure  # noqa: E402
 from aurakv.evaluation.results import Results  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
@@ -79,7 +80,7 @@ def test_a_window_costs_little():
     ],
 )
 def test_goals_that_cannot_be_met(options, sentence):
-    with pytest.raises(kv.InputError, match=sentence):
+    with pytest.raises(InputError, match=sentence):
         choose([Layer(0.1, 0.1)], 64, **options)
 
 
@@ -132,7 +133,7 @@ def test_tuning_a_small_model(tmp_path, monkeypatch):
     rows = {row.name: row for row in measure.compare(ours, prompt(1, 200, seed=4), caches)}
     assert Policy.load(tmp_path / "p.json").bytes_per_token <= 2 * 2 * 20
     assert rows["tuned"].kl < rows["plain"].kl
-    with pytest.raises(kv.InputError, match="at least 64 tokens"):
+    with pytest.raises(InputError, match="at least 64 tokens"):
         tune.calibrated(ours, ids[:, :10])
 
 

@@ -15,6 +15,8 @@ import aurakv
 from aurakv import cli, models
 from aurakv.calibration.policy import LayerPolicy, Policy
 from aurakv.cli import frame
+from aurakv.errors import InputError
+from aurakv.storage.uncompressed import Uncompressed
 from tools import make_cli_docs
 
 # frame
@@ -83,7 +85,7 @@ def fail_with(error):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (aurakv.InputError("a sentence\n  over lines"), 2, "aurakv info: a sentence over lines"),
+        (InputError("a sentence\n  over lines"), 2, "aurakv info: a sentence over lines"),
         (FileNotFoundError(2, "No such file", "there.txt"), 2, "aurakv info: there.txt: No such file"),
         (
             ModuleNotFoundError("no", name="matplotlib.pyplot"),
@@ -505,7 +507,7 @@ def test_plan_of_a_policy(answer, refused, tmp_path, first, recent):
     held = 0
     for layer in policy.layers:
         format = aurakv.Format.parse(layer.format, 64)
-        uncompressed = aurakv.Uncompressed(first, recent, torch.bfloat16, 32) if format.key.coded else None
+        uncompressed = Uncompressed(first, recent, torch.bfloat16, 32) if format.key.coded else None
         cache = aurakv.KVCache.contiguous(format, 1, 2, capacity=640, uncompressed=uncompressed)
         cache.append(torch.zeros(640, 2, 64), torch.zeros(640, 2, 64), [0, 640])
         held += sum(table.pool.data.nbytes for table in cache.page_tables)

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from transformers import DynamicCache  # noqa: E402
 
-import aurakv as kv  # noqa: E402
+from aurakv.errors import FileError, InputError  # noqa: E402
 from aurakv.evaluation import builtin, compare, ids_of, read  # noqa: E402
 from aurakv.evaluation.reads import reads_of  # noqa: E402
 from aurakv.evaluation.tensors import bytes_of, tensors_of  # noqa: E402
@@ -128,7 +128,7 @@ def test_reads_are_counted_by_the_rule_of_positions(model, ids, options):
 
 
 def test_reads_need_the_tokens_to_be_there(model):
-    with pytest.raises(kv.InputError, match="must hold 5 tokens"):
+    with pytest.raises(InputError, match="must hold 5 tokens"):
         reads_of(AuraCache(model.config, "k4v4"), 0, 5)
     assert reads_of(DynamicCache(config=model.config), 0, 5) == (0, 0, 0)
 
@@ -151,11 +151,11 @@ def test_bytes_are_those_of_the_tensors(model, ids):
 
 
 def test_wrong_input(model, ids):
-    with pytest.raises(kv.InputError, match="at least 2 tokens"):
+    with pytest.raises(InputError, match="at least 2 tokens"):
         compare(model, ids[:, :1], {})
-    with pytest.raises(kv.InputError, match="chunk and every must be at least 1"):
+    with pytest.raises(InputError, match="chunk and every must be at least 1"):
         compare(model, ids, {}, chunk=0)
-    with pytest.raises(kv.InputError, match="stands for the model itself"):
+    with pytest.raises(InputError, match="stands for the model itself"):
         compare(model, ids, {"uncompressed": dict})
 
 
@@ -177,13 +177,13 @@ def test_text_begins_as_the_model_wants(tmp_path):
     assert ids_of("a bc def", Words(False), llama).tolist() == [[11, 12, 13]]
     assert ids_of("a bc def", Words(True), llama, 3).tolist() == [[7, 11, 12]]
     assert ids_of("a bc def", Words(False), gemma).tolist() == [[7, 11, 12, 13]]
-    with pytest.raises(kv.InputError, match="this text has 3 tokens"):
+    with pytest.raises(InputError, match="this text has 3 tokens"):
         ids_of("a bc def", Words(False), llama, 4)
     assert len(builtin().split()) > 4000
-    with pytest.raises(kv.FileError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         read(tmp_path / "none.txt")
     (tmp_path / "bad.txt").write_bytes(b"ab\xff")
-    with pytest.raises(kv.FileError, match="must be UTF-8 text, got byte 0xff"):
+    with pytest.raises(FileError, match="must be UTF-8 text, got byte 0xff"):
         read(tmp_path / "bad.txt")
     (tmp_path / "good.txt").write_bytes(b"a\r\nb")
     assert read(tmp_path / "good.txt") == "a\nb"

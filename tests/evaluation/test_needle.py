@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
-import aurakv as kv  # noqa: E402
+from aurakv.errors import FileError, InputError  # noqa: E402
 from aurakv.evaluation import builtin  # noqa: E402
 from aurakv.evaluation.needle import DEPTHS, haystack, search  # noqa: E402
 from aurakv.evaluation.results import Results, model_key, text_key  # noqa: E402
@@ -60,9 +60,9 @@ def test_haystack(tokenizer, model):
 
 def test_wrong_haystacks(tokenizer, model):
     for depths in ([], [2.0], [0.5] * 11):
-        with pytest.raises(kv.InputError, match="needles need from 1 to 10 depths"):
+        with pytest.raises(InputError, match="needles need from 1 to 10 depths"):
             haystack(tokenizer, model.config, builtin(), 2000, depths, 0)
-    with pytest.raises(kv.InputError, match="needles need a text of at least"):
+    with pytest.raises(InputError, match="needles need a text of at least"):
         haystack(tokenizer, model.config, builtin(), 100, DEPTHS, 0)
 
 
@@ -130,13 +130,13 @@ def test_results_are_found_again(tmp_path):
         ("[]", "must be a f"),
     ):
         path.write_text(text)
-        with pytest.raises(kv.FileError, match=sentence):
+        with pytest.raises(FileError, match=sentence):
             Results(path)
     Results(path := tmp_path / "other.json", "another-kind").save()
-    with pytest.raises(kv.FileError, match="must be a file of aurakv-evaluation version 1"):
+    with pytest.raises(FileError, match="must be a file of aurakv-evaluation version 1"):
         Results(path)
     lost = Results(tmp_path / "none" / "results.json")
-    with pytest.raises(kv.FileError, match=r"results\.json cannot be written: No such file"):
+    with pytest.raises(FileError, match=r"results\.json cannot be written: No such file"):
         lost.save()
 
 

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-import aurakv as kv  # noqa: E402
+from aurakv.errors import InputError  # noqa: E402
 from aurakv.evaluation import compare, rivals  # noqa: E402
 from aurakv.evaluation.tensors import bytes_of  # noqa: E402
 
@@ -92,7 +92,7 @@ def test_windows_hold_only_their_tokens():
 def test_quantised_caches_of_transformers(model, name):
     reason = rivals.why_not(name)
     if reason is not None:
-        with pytest.raises(kv.InputError, match="needs the package"):
+        with pytest.raises(InputError, match="needs the package"):
             rivals.make(name, model.config)
         pytest.skip(reason)
     ids = torch.randint(1, 64, (1, 320), generator=torch.Generator().manual_seed(3))
@@ -106,5 +106,5 @@ def test_quantised_caches_of_transformers(model, name):
 
 
 def test_unknown_rival(model):
-    with pytest.raises(kv.InputError, match="a rival is one of"):
+    with pytest.raises(InputError, match="a rival is one of"):
         rivals.make("nothing", model.config)

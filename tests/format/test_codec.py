@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import aurakv as kv
+from aurakv.errors import InputError
 from aurakv.format import levels as codebook
 from aurakv.format import rotation
 from aurakv.format.levels import CODE_BITS
@@ -150,7 +151,7 @@ def test_rotation_is_orthonormal(dim):
 
 @pytest.mark.parametrize("dim", [0, 8, 24, 72, 100, 120, 136, 2048, 128.0, "128"])
 def test_other_dimensions_are_refused(dim):
-    with pytest.raises(kv.InputError, match="head_dim must be"):
+    with pytest.raises(InputError, match="head_dim must be"):
         kv.Codec.key(dim, 4)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import aurakv as kv
+from aurakv.errors import InputError
 
 NAMES = [
     "k4v4",
@@ -51,13 +52,13 @@ k4v4:bf16|k4v4:seed99999999999999999999|k\u0664v4|k4v4\n""".replace("/v4\n", "/v
 
 @pytest.mark.parametrize("name", [*WRONG, "", 4, None])
 def test_wrong_names_are_refused(name):
-    with pytest.raises(kv.InputError):
+    with pytest.raises(InputError):
         kv.Format.parse(name, 64)
 
 
 @pytest.mark.parametrize("head_dim", [64.0, "64", (64,), (64, 64, 64), None, (64, 100)])
 def test_wrong_dimensions_are_refused(head_dim):
-    with pytest.raises(kv.InputError, match="head_dim must be"):
+    with pytest.raises(InputError, match="head_dim must be"):
         kv.Format.parse("k4v4", head_dim)
 
 

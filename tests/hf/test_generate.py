@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-import aurakv as kv  # noqa: E402
+from aurakv.errors import CapacityError, InputError  # noqa: E402
 from aurakv.hf import AuraCache, attach, register  # noqa: E402
 from aurakv.hf.columns import Columns  # noqa: E402
 from aurakv.hf.layer import AuraLayer  # noqa: E402
@@ -286,7 +286,7 @@ def test_crop_beyond_what_a_window_keeps(name):
     _, ours = made(name)
     cache = AuraCache(ours.config, "k4v4", rollback=0)
     logits(ours, cache, prompt(1, 400), (400,))
-    with pytest.raises(kv.CapacityError, match="rolled back"):
+    with pytest.raises(CapacityError, match="rolled back"):
         cache.crop(-300)
     assert all(layer.cache.lengths == [400] for layer in cache.compressed)
     assert cache.get_seq_length() == 400
@@ -368,7 +368,7 @@ def test_keys_and_values_of_different_calls_are_refused():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model("diffllama", vocab_size=128, num_key_value_heads=2, head_dim=16, **sizes)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad(), pytest.raises(kv.InputError, match="keys and values of one update"):
+    with torch.no_grad(), pytest.raises(InputError, match="keys and values of one update"):
         model(prompt(1, 8), past_key_values=attach(model, "k8v8"))
 
 
@@ -454,7 +454,7 @@ def test_no_full_precision_mirror():
 )
 def test_models_that_cannot_be_served(config_class, extra, sentence):
     config = getattr(transformers, config_class)(**extra)
-    with pytest.raises(kv.InputError, match=sentence) as error:
+    with pytest.raises(InputError, match=sentence) as error:
         AuraCache(config, "k4v4")
     assert "\n" not in str(error.value)
 
@@ -473,37 +473,37 @@ def test_models_that_cannot_be_served(config_class, extra, sentence):
     ],
 )
 def test_wrong_options(options, sentence):
-    with pytest.raises(kv.InputError, match=sentence):
+    with pytest.raises(InputError, match=sentence):
         AuraCache(made("llama")[1].config, **options)
 
 
 def test_refused_calls():
     _, ours = made("llama")
-    with pytest.raises(kv.InputError, match="config of a model"):
+    with pytest.raises(InputError, match="config of a model"):
         AuraCache({"hidden_size": 64})
     ids = prompt(2, 8)
     cache = AuraCache(ours.config, "k4v4")
-    with pytest.raises(kv.InputError, match="requires grad"):
+    with pytest.raises(InputError, match="requires grad"):
         ours(ids, past_key_values=cache)
     with torch.no_grad():
-        with pytest.raises(kv.InputError, match="mask of your own"):
+        with pytest.raises(InputError, match="mask of your own"):
             ours(ids, attention_mask=torch.ones(2, 1, 8, 8, dtype=torch.bool), past_key_values=cache)
         assert cache.get_seq_length() == 0, "a refused call stored something"
         ours(ids, past_key_values=cache)
-        with pytest.raises(kv.InputError, match="batch of 1"):
+        with pytest.raises(InputError, match="batch of 1"):
             ours(ids[:1], past_key_values=cache)
-        with pytest.raises(kv.InputError, match="past and new"):
+        with pytest.raises(InputError, match="past and new"):
             ours(ids, attention_mask=torch.ones(2, 8), past_key_values=cache)
         hidden = torch.ones(2, 16)
         hidden[1, 2] = 0
-        with pytest.raises(kv.InputError, match="must show the"):
+        with pytest.raises(InputError, match="must show the"):
             ours(ids, attention_mask=hidden, past_key_values=cache)
-        with pytest.raises(kv.InputError, match="output_attentions"):
+        with pytest.raises(InputError, match="output_attentions"):
             ours.model.layers[0].self_attn(
                 torch.zeros(1, 1, 64), (torch.ones(1, 1, 16),) * 2, None, output_attentions=True
             )
     assert cache.get_seq_length() == 8
-    with pytest.raises(kv.InputError, match="backend must be one of"):
+    with pytest.raises(InputError, match="backend must be one of"):
         AuraCache(ours.config, "k4v4", backend="abacus")
 
 
@@ -512,13 +512,13 @@ def test_caches_of_other_models():
     mistral, llama = made("mistral")[1], made("llama")[1]
     with torch.no_grad():
         for mask in (None, torch.ones_like(ids)):
-            with pytest.raises(kv.InputError, match="another model"):
+            with pytest.raises(InputError, match="another model"):
                 llama(ids, attention_mask=mask, past_key_values=AuraCache(mistral.config))
-            with pytest.raises(kv.InputError, match="another model"):
+            with pytest.raises(InputError, match="another model"):
                 mistral(ids, attention_mask=mask, past_key_values=AuraCache(llama.config))
         small = copy.deepcopy(llama.config)
         small.num_hidden_layers = 1
-        with pytest.raises(kv.InputError, match="a model of 1 layers"):
+        with pytest.raises(InputError, match="a model of 1 layers"):
             llama(ids, past_key_values=AuraCache(small))
 
 

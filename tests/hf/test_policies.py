@@ -7,8 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-import aurakv as kv  # noqa: E402
 from aurakv.calibration.policy import LayerPolicy, Policy  # noqa: E402
+from aurakv.errors import FileError, InputError  # noqa: E402
 from aurakv.hf import AuraCache, attach  # noqa: E402
 from tests.hf.small_models import generate, left_padded, logits, made, prompt  # noqa: E402
 
@@ -50,7 +50,7 @@ def test_policy_in_every_way(name, tmp_path):
 def test_policy_must_fit_and_layers_can_differ():
     _, ours = made("llama")
     policy = measured_policy(ours, prompt(2, 100))
-    with pytest.raises(kv.InputError, match="this policy is for a model of 1 KV layers"):
+    with pytest.raises(InputError, match="this policy is for a model of 1 KV layers"):
         AuraCache(ours.config, Policy(2, 16, policy.layers[:1]))
     cache = AuraCache(ours.config, policy, layers={0: "k8v8", 1: "k16v16"})
     logits(ours, cache, prompt(2, 30), (30,))
@@ -59,15 +59,15 @@ def test_policy_must_fit_and_layers_can_differ():
     assert one.key_scale is not None
     assert two.cache.pool.key_offset is None
     assert two.key_scale is None
-    with pytest.raises(kv.InputError, match="a format name is"):
+    with pytest.raises(InputError, match="a format name is"):
         AuraCache(ours.config, "no-such-policy")
-    with pytest.raises(kv.InputError, match=r"got 'smollm2-135'; a policy is a .json file or one of \['gemma"):
+    with pytest.raises(InputError, match=r"got 'smollm2-135'; a policy is a .json file or one of \['gemma"):
         AuraCache(ours.config, "smollm2-135")
-    with pytest.raises(kv.InputError, match="attach needs a model of transformers, got LlamaConfig"):
+    with pytest.raises(InputError, match="attach needs a model of transformers, got LlamaConfig"):
         attach(ours.config, "k4v4")
-    with pytest.raises(kv.InputError, match=r"got 9$"):
+    with pytest.raises(InputError, match=r"got 9$"):
         AuraCache(ours.config, "k9v9")
-    with pytest.raises(kv.FileError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         AuraCache(ours.config, "missing.json")
 
 

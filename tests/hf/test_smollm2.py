@@ -11,7 +11,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import DynamicCache
 
-from aurakv import FileError, models
+from aurakv import models
+from aurakv.errors import FileError
 from aurakv.evaluation import builtin
 from aurakv.evaluation.tensors import bytes_of
 from aurakv.hf import attach

@@ -7,6 +7,8 @@ import itertools
 import torch
 
 import aurakv as kv
+from aurakv import parallel
+from aurakv.storage.uncompressed import Uncompressed
 
 H, D = 2, 64
 
@@ -27,7 +29,7 @@ class Case:
     format: str = "k4v4"
     storage: str = "growing"
     scoring: kv.Scoring = dataclasses.field(default_factory=kv.Scoring)
-    uncompressed: kv.Uncompressed | None = None
+    uncompressed: Uncompressed | None = None
     offsets: bool = False
     sink_logits: tuple[float, ...] | None = None
     dtype: torch.dtype = torch.float32
@@ -49,13 +51,13 @@ def make(case, seqs=3):
         ring = (format, seqs, H, case.scoring.window, case.scoring.sinks)
         return (
             kv.KVCache.ring(*ring, page_size=16, rollback=8, **options, **offsets),
-            kv.ShardedCache.ring(*ring, page_size=16, rollback=8, **options, **offsets, **sharing),
+            parallel.ShardedCache.ring(*ring, page_size=16, rollback=8, **options, **offsets, **sharing),
         )
     whole = kv.KVCache.contiguous(format, seqs, H, **options, **offsets)
     if case.storage == "paged":
         pool = kv.PagePool(format, 60, 8, H, **offsets)
-        return whole, kv.ShardedCache.paged(pool, seqs, 1000, **options, **sharing)
-    return whole, kv.ShardedCache.growing(format, seqs, H, **options, **offsets, **sharing)
+        return whole, parallel.ShardedCache.paged(pool, seqs, 1000, **options, **sharing)
+    return whole, parallel.ShardedCache.growing(format, seqs, H, **options, **offsets, **sharing)
 
 
 def close(got, wanted, dtype):

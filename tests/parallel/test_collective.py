@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 
 import aurakv as kv
+from aurakv import parallel
+from aurakv.errors import InputError
 from aurakv.parallel import collective
 from aurakv.parallel.placement import Share, seen
+from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import poisoned
 from tests.parallel.cases import INF, Case, D, H, digest, make, rand, step
 
@@ -82,7 +85,7 @@ def run_all_merge(kind, dtype, rows, threshold):
     size = dist.get_world_size()
     parts = partials(kind, dtype, size, rows)
     collective.LATENCY_BYTES = threshold
-    got = kv.all_merge(parts[dist.get_rank()])
+    got = parallel.all_merge(parts[dist.get_rank()])
     wanted = kv.merge(*parts)
     assert got.out.dtype == dtype
     assert got.out.shape == wanted.out.shape
@@ -103,12 +106,12 @@ def test_all_merge(ranks, size, threshold):
 
 
 def run_no_rows():
-    part = kv.all_merge(kv.Partial(torch.empty(0, 3, 8), torch.empty(0, 3)))
+    part = parallel.all_merge(kv.Partial(torch.empty(0, 3, 8), torch.empty(0, 3)))
     assert part.out.shape == (0, 3, 8)
-    with pytest.raises(kv.InputError, match="partial result is out"):
-        kv.all_merge(kv.Partial(torch.empty(2, 3, 8), torch.empty(2, 4)))
-    with pytest.raises(kv.InputError, match="requires grad"):
-        kv.all_merge(kv.Partial(torch.empty(2, 3, 8, requires_grad=True), torch.empty(2, 3)))
+    with pytest.raises(InputError, match="partial result is out"):
+        parallel.all_merge(kv.Partial(torch.empty(2, 3, 8), torch.empty(2, 4)))
+    with pytest.raises(InputError, match="requires grad"):
+        parallel.all_merge(kv.Partial(torch.empty(2, 3, 8, requires_grad=True), torch.empty(2, 3)))
 
 
 def run_subgroups():
@@ -117,9 +120,9 @@ def run_subgroups():
     rank = dist.get_rank()
     mine, members = (groups[0], (0, 2)) if rank in (0, 2) else (groups[1], (1, 3))
     parts = partials("plain", torch.float32, 4)
-    torch.testing.assert_close(kv.all_merge(parts[rank], mine), kv.merge(*(parts[r] for r in members)))
-    with pytest.raises(kv.InputError, match="no member"):
-        kv.all_merge(parts[rank], groups[1] if rank in (0, 2) else groups[0])
+    torch.testing.assert_close(parallel.all_merge(parts[rank], mine), kv.merge(*(parts[r] for r in members)))
+    with pytest.raises(InputError, match="no member"):
+        parallel.all_merge(parts[rank], groups[1] if rank in (0, 2) else groups[0])
 
 
 def test_all_merge_of_nothing_and_in_subgroups(ranks):
@@ -129,20 +132,20 @@ def test_all_merge_of_nothing_and_in_subgroups(ranks):
 
 def test_one_process_or_none(tmp_path, monkeypatch):
     part = kv.Partial(torch.ones(2, 3, 8), torch.zeros(2, 3))
-    with pytest.raises(kv.InputError, match="init_process_group"):
-        kv.all_merge(part)
+    with pytest.raises(InputError, match="init_process_group"):
+        parallel.all_merge(part)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert kv.all_merge(part) is part
-        cache = kv.ShardedCache.growing(kv.Format.parse("k4v4", D), 1, H)
+        assert parallel.all_merge(part) is part
+        cache = parallel.ShardedCache.growing(kv.Format.parse("k4v4", D), 1, H)
         x = rand(9, H, D)
         cache.step(x, x, x, [0, 9])
         assert cache.lengths == [9]
     finally:
         dist.destroy_process_group()
     monkeypatch.setattr(dist, "is_available", lambda: False)
-    with pytest.raises(kv.InputError, match=r"without torch\.distributed"):
-        kv.all_merge(part)
+    with pytest.raises(InputError, match=r"without torch\.distributed"):
+        parallel.all_merge(part)
 
 
 # the same results as one process
@@ -172,26 +175,26 @@ CASES = {
     "sparse": Case(scoring=kv.Scoring(threshold=1e-7)),
     "splits": Case(splits=3),
     "damaged": Case(damaged=True, scoring=WINDOW),
-    "damaged uncompressed": Case(damaged=True, uncompressed=kv.Uncompressed(5, 20, torch.float32)),
+    "damaged uncompressed": Case(damaged=True, uncompressed=Uncompressed(5, 20, torch.float32)),
     "learned sinks": Case(sink_logits=(0.5, -INF, INF, 2.0), scoring=WINDOW),
     "offsets": Case(offsets=True, scoring=kv.Scoring(softcap=20.0)),
-    "uncompressed": Case(uncompressed=kv.Uncompressed(5, 20, torch.float32)),
-    "uncompressed first": Case(uncompressed=kv.Uncompressed(40, 0, torch.float32)),
-    "uncompressed many": Case(uncompressed=kv.Uncompressed(100, 0, torch.float32), scoring=WINDOW, block=32),
-    "uncompressed recent": Case(uncompressed=kv.Uncompressed(0, 7, torch.bfloat16), dtype=torch.bfloat16),
+    "uncompressed": Case(uncompressed=Uncompressed(5, 20, torch.float32)),
+    "uncompressed first": Case(uncompressed=Uncompressed(40, 0, torch.float32)),
+    "uncompressed many": Case(uncompressed=Uncompressed(100, 0, torch.float32), scoring=WINDOW, block=32),
+    "uncompressed recent": Case(uncompressed=Uncompressed(0, 7, torch.bfloat16), dtype=torch.bfloat16),
     "uncompressed window": Case(
-        uncompressed=kv.Uncompressed(5, 20, torch.float32), scoring=WINDOW, offsets=True, sink_logits=(1.0,) * 4
+        uncompressed=Uncompressed(5, 20, torch.float32), scoring=WINDOW, offsets=True, sink_logits=(1.0,) * 4
     ),
     "ring": Case(storage="ring", scoring=WINDOW),
     "ring narrow": Case(storage="ring", scoring=kv.Scoring(window=9), chunk=7),
     "ring uncompressed": Case(
-        storage="ring", scoring=WINDOW, uncompressed=kv.Uncompressed(2, 50, torch.float32), block=32
+        storage="ring", scoring=WINDOW, uncompressed=Uncompressed(2, 50, torch.float32), block=32
     ),
     "ring all": Case(
         "k3v2",
         "ring",
         kv.Scoring(window=30, sinks=40, softcap=9.0),
-        kv.Uncompressed(3, 12, torch.float32),
+        Uncompressed(3, 12, torch.float32),
         offsets=True,
         sink_logits=(0.0, 1.0, -INF, 3.0),
     ),
@@ -200,7 +203,7 @@ CASES = {
         "k8v4",
         "paged",
         kv.Scoring(window=60, sinks=2, softcap=9.0),
-        kv.Uncompressed(3, 12, torch.float32),
+        Uncompressed(3, 12, torch.float32),
         offsets=True,
         sink_logits=(0.0, 1.0, -INF, 3.0),
     ),

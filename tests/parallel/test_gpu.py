@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 
 import aurakv as kv
+from aurakv import parallel
 from aurakv.parallel.group import Group
+from aurakv.storage.uncompressed import Uncompressed
 from tests.helpers.ranks import Ranks
 from tests.parallel.cases import D, H, rand
 
@@ -18,7 +20,7 @@ pytestmark = [
 def run_steps(scoring, uncompressed, dtype):
     format = kv.Format.parse("k4v4", D)
     whole = kv.KVCache.contiguous(format, 2, H, device="cuda", uncompressed=uncompressed)
-    cache = kv.ShardedCache.growing(format, 2, H, "cuda", block=64, chunk=64, uncompressed=uncompressed)
+    cache = parallel.ShardedCache.growing(format, 2, H, "cuda", block=64, chunk=64, uncompressed=uncompressed)
     for i, bounds in enumerate(([0, 300, 390], [0, 1, 2], [0, 5, 9])):
         q, k, v = (rand(bounds[-1], n, D, seed=n + i).to("cuda", dtype) for n in (4, H, H))
         wanted, got = (each.step(q, k, v, bounds, scoring, precision="float32") for each in (whole, cache))
@@ -33,15 +35,15 @@ def run_context_parallel(scoring, uncompressed, dtype):
 
 
 def run_transfer():
-    cache = kv.KVCache.contiguous(kv.Format.parse("k4v3", D), 1, H, device="cuda", uncompressed=kv.Uncompressed(2, 9))
+    cache = kv.KVCache.contiguous(kv.Format.parse("k4v3", D), 1, H, device="cuda", uncompressed=Uncompressed(2, 9))
     x = rand(200, H, D).cuda()
     cache.append(x, x, [0, 200])
     if dist.get_rank() == 0:
-        kv.send(cache, 0, 1)
+        parallel.send(cache, 0, 1)
         return
     pool = kv.PagePool(kv.Format.parse("k4v3", D), 40, 16, H, "cuda")
-    received = kv.KVCache.paged(pool, 1, uncompressed=kv.Uncompressed(2, 9))
-    assert kv.receive(received, 0, 0) == 200
+    received = kv.KVCache.paged(pool, 1, uncompressed=Uncompressed(2, 9))
+    assert parallel.receive(received, 0, 0) == 200
     for ours, theirs in zip(received.codes(0), cache.codes(0), strict=True):
         assert torch.equal(ours.data, theirs.data)
         assert torch.equal(ours.scale, theirs.scale)
@@ -59,7 +61,7 @@ def pair():
     [
         (kv.Scoring(), None, torch.bfloat16),
         (kv.Scoring(window=100, sinks=4, softcap=20.0), None, torch.float32),
-        (kv.Scoring(), kv.Uncompressed(4, 30), torch.float16),
+        (kv.Scoring(), Uncompressed(4, 30), torch.float16),
     ],
 )
 def test_context_parallel(pair, scoring, uncompressed, dtype):

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 
 import aurakv as kv
+from aurakv import parallel
+from aurakv.errors import AuraError, CapacityError, FileError, InputError, PeerError
 from aurakv.parallel import shard_files
+from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import poisoned
 from tests.helpers.ranks import Ranks
 from tests.parallel.cases import Case, D, H, close, digest, make, rand, step
 
-EXACT = kv.Uncompressed(3, 12, torch.float32, rollback=8)
+EXACT = Uncompressed(3, 12, torch.float32, rollback=8)
 WINDOW = kv.Scoring(window=30, sinks=5)
 CASES = {
     "growing": Case(),
@@ -23,7 +26,7 @@ CASES = {
     "ring": Case(storage="ring", scoring=WINDOW, chunk=16),
     "ring uncompressed": Case("k8v3", storage="ring", scoring=WINDOW, uncompressed=EXACT, chunk=16, offsets=True),
     "paged": Case(storage="paged", uncompressed=EXACT),
-    "first": Case(uncompressed=kv.Uncompressed(40, 0, torch.float32)),
+    "first": Case(uncompressed=Uncompressed(40, 0, torch.float32)),
 }
 
 
@@ -68,7 +71,7 @@ def test_life_of_a_sharded_cache(ranks, size, name):
 
 def run_bytes():
     """A rank holds its share of the tokens and not more."""
-    cache = kv.ShardedCache.growing(kv.Format.parse("k4v4", 128), 1, 8, block=64)
+    cache = parallel.ShardedCache.growing(kv.Format.parse("k4v4", 128), 1, 8, block=64)
     x = rand(4096, 8, 128)
     cache.append(x, x, [0, 4096])
     return cache.bytes_held
@@ -82,15 +85,15 @@ def test_ranks_hold_their_share(ranks):
 
 def run_refusals():
     format = kv.Format.parse("k4v4", D)
-    cache = kv.ShardedCache.growing(format, 1, H, block=16, uncompressed=EXACT, chunk=8)
+    cache = parallel.ShardedCache.growing(format, 1, H, block=16, uncompressed=EXACT, chunk=8)
     x = rand(40, H, D)
     cache.append(x, x, [0, 40])
     before = cache.lengths, cache.local.lengths
     for sentence, call in {
-        "multiple of 16": lambda: kv.ShardedCache.growing(format, 1, H, block=24, uncompressed=EXACT),
-        "multiple of 64": lambda: kv.ShardedCache.growing(format, 1, H, block=32, page_size=64),
-        "block must be": lambda: kv.ShardedCache.paged(kv.PagePool(format, 1, 1, H), 1, block=0),
-        "fixed size": lambda: kv.ShardedCache.paged(kv.PagePool(format, 1, 1, H, growable=True), 1),
+        "multiple of 16": lambda: parallel.ShardedCache.growing(format, 1, H, block=24, uncompressed=EXACT),
+        "multiple of 64": lambda: parallel.ShardedCache.growing(format, 1, H, block=32, page_size=64),
+        "block must be": lambda: parallel.ShardedCache.paged(kv.PagePool(format, 1, 1, H), 1, block=0),
+        "fixed size": lambda: parallel.ShardedCache.paged(kv.PagePool(format, 1, 1, H, growable=True), 1),
         "at most 8 queries": lambda: cache.attend(x[:9], [0, 9]),
         "as many queries": lambda: cache.step(x[:1], x[:2], x[:2], [0, 2]),
         "rolled back by 8": lambda: cache.truncate(0, 20),
@@ -100,11 +103,11 @@ def run_refusals():
         "reserve needs": lambda: cache.reserve([1, 2]),
         "k must be": lambda: cache.append(x[:, :1], x),
     }.items():
-        with pytest.raises(kv.AuraError, match=sentence):
+        with pytest.raises(AuraError, match=sentence):
             call()
     assert (cache.lengths, cache.local.lengths) == before
-    with pytest.raises(kv.InputError, match="40 tokens, got 41 queries"):
-        kv_plain = kv.ShardedCache.growing(format, 1, H, block=16)
+    with pytest.raises(InputError, match="40 tokens, got 41 queries"):
+        kv_plain = parallel.ShardedCache.growing(format, 1, H, block=16)
         kv_plain.append(x, x, [0, 40])
         kv_plain.attend(rand(41, H, D), [0, 41])
 
@@ -117,14 +120,14 @@ def run_full():
     """Rank 1 has the smaller pool. All refuse together and nothing has changed."""
     rank, format = dist.get_rank(), kv.Format.parse("k4v4", D)
     pool = kv.PagePool(format, 3 if rank == 1 else 9, 8, H)
-    cache = kv.ShardedCache.paged(pool, 1, 60, block=8)
+    cache = parallel.ShardedCache.paged(pool, 1, 60, block=8)
     x = rand(70, H, D)
     cache.append(x[:45], x[:45], [0, 45])  # 24 tokens on rank 0, 21 on rank 1
-    with pytest.raises(kv.CapacityError, match=r"ranks \[1\]"):
+    with pytest.raises(CapacityError, match=r"ranks \[1\]"):
         cache.append(x[:14], x[:14], [0, 14])
     assert cache.lengths == [45]
     cache.step(x[:3], x[:3], x[:3], [0, 3])
-    with pytest.raises(kv.CapacityError, match="at most 60 tokens"):
+    with pytest.raises(CapacityError, match="at most 60 tokens"):
         cache.reserve(13)
     cache.append(x[:8], x[:8], [0, 8])
     assert cache.lengths == [56]
@@ -140,20 +143,20 @@ def test_a_full_rank_stops_all(ranks):
 def run_disagree():
     rank, format = dist.get_rank(), kv.Format.parse("k4v4", D)
     for make_one in (
-        lambda: kv.ShardedCache.growing(kv.Format.parse("k4v4" if rank else "k8v8", D), 1, H),
-        lambda: kv.ShardedCache.growing(kv.Format.parse("k4v4", D if rank else 2 * D), 1, H),
-        lambda: kv.ShardedCache.growing(format, 1, H + rank),
-        lambda: kv.ShardedCache.growing(format, 1, H, block=256 + 256 * rank, page_size=256),
-        lambda: kv.ShardedCache.growing(format, 1, H, uncompressed=EXACT if rank else None),
-        lambda: kv.ShardedCache.growing(format, 1, H, key_offset=torch.full((H, D), float(rank))),
-        lambda: kv.ShardedCache.ring(format, 1, H, 100 + rank),
+        lambda: parallel.ShardedCache.growing(kv.Format.parse("k4v4" if rank else "k8v8", D), 1, H),
+        lambda: parallel.ShardedCache.growing(kv.Format.parse("k4v4", D if rank else 2 * D), 1, H),
+        lambda: parallel.ShardedCache.growing(format, 1, H + rank),
+        lambda: parallel.ShardedCache.growing(format, 1, H, block=256 + 256 * rank, page_size=256),
+        lambda: parallel.ShardedCache.growing(format, 1, H, uncompressed=EXACT if rank else None),
+        lambda: parallel.ShardedCache.growing(format, 1, H, key_offset=torch.full((H, D), float(rank))),
+        lambda: parallel.ShardedCache.ring(format, 1, H, 100 + rank),
     ):
-        with pytest.raises(kv.InputError, match="same on all ranks"):
+        with pytest.raises(InputError, match="same on all ranks"):
             make_one()
-    cache = kv.ShardedCache.growing(kv.Format.parse("k4v4", D), 1, H)
+    cache = parallel.ShardedCache.growing(kv.Format.parse("k4v4", D), 1, H)
     if dist.get_rank():
         cache._lengths[0] += 1
-    with pytest.raises(kv.InputError, match="same on all ranks"):
+    with pytest.raises(InputError, match="same on all ranks"):
         cache.check()
 
 
@@ -171,9 +174,9 @@ def run_files(name, folder):
     both(caches, "fork", 0, 1)
     step(caches, (1, 3, 1), 10, case)
     both(caches, "truncate", 0, 67)
-    kv.save_shards(caches[1], folder)
+    parallel.save_shards(caches[1], folder)
     spare = {"spare_pages": 30} if case.storage == "paged" else {}
-    loaded = kv.load_shards(folder, backend=case.backend, **spare)
+    loaded = parallel.load_shards(folder, backend=case.backend, **spare)
     assert loaded.lengths == caches[1].lengths
     again = (caches[0], loaded)
     both(again, "truncate", 1, 70)
@@ -188,12 +191,12 @@ def test_files(ranks, name, tmp_path):
 def run_wrong_files(folder):
     """Rank 1 finds a part of another save, half a part, the part of rank 0; both ranks refuse."""
     rank = dist.get_rank()
-    cache = kv.ShardedCache.growing(kv.Format.parse("k4v4", D), 1, H, block=16)
+    cache = parallel.ShardedCache.growing(kv.Format.parse("k4v4", D), 1, H, block=16)
     x = rand(40, H, D)
     cache.append(x, x, [0, 40])
-    kv.save_shards(cache, folder)
+    parallel.save_shards(cache, folder)
     mine, other = (folder / f"rank-{r}-of-2.safetensors" for r in (rank, 1 - rank))
-    with pytest.raises(kv.FileError, match="metadata must be"):
+    with pytest.raises(FileError, match="metadata must be"):
         kv.load(mine)  # a part is no cache
     dist.barrier()
     good = mine.read_bytes()
@@ -209,16 +212,16 @@ def run_wrong_files(folder):
         dist.barrier()
         both_see = sentence == "different saves"
         with pytest.raises(
-            kv.FileError if rank == 1 or both_see else kv.PeerError,
+            FileError if rank == 1 or both_see else PeerError,
             match=sentence if rank == 1 or both_see else r"ranks \[1\] could not load",
         ):
-            kv.load_shards(folder)
+            parallel.load_shards(folder)
         dist.barrier()
 
 
 def run_missing(folder):
     with pytest.raises(FileNotFoundError):
-        kv.load_shards(folder)
+        parallel.load_shards(folder)
 
 
 def test_wrong_files(ranks, tmp_path):
@@ -228,7 +231,7 @@ def test_wrong_files(ranks, tmp_path):
 
 def run_wrong_shards(folder):
     """Every field of the shard is checked on the rank that reads it, and all ranks refuse."""
-    cache = kv.ShardedCache.ring(kv.Format.parse("k4v4", D), 2, H, 20, 2, block=16, uncompressed=EXACT)
+    cache = parallel.ShardedCache.ring(kv.Format.parse("k4v4", D), 2, H, 20, 2, block=16, uncompressed=EXACT)
     x = rand(50, H, D)
     cache.append(x, x, [0, 40, 50])
     good = json.loads(shard_files._text(cache, 5))
@@ -242,10 +245,10 @@ def run_wrong_shards(folder):
         fields["checksum"] = shard_files._checksum(fields)
         path = folder / f"rank-{dist.get_rank()}-of-2.safetensors"
         shard_files.write(cache.local, path, [0, 1], {"aurakv-shard": json.dumps(fields)})
-        with pytest.raises(kv.FileError):
-            kv.load_shards(folder)
-    kv.save_shards(cache, folder)
-    assert kv.load_shards(folder).lengths == [40, 10]
+        with pytest.raises(FileError):
+            parallel.load_shards(folder)
+    parallel.save_shards(cache, folder)
+    assert parallel.load_shards(folder).lengths == [40, 10]
 
 
 def test_parts_that_do_not_belong_together(ranks, tmp_path):
@@ -259,9 +262,9 @@ def run_death(victim, hang):
     """The victim is gone before the second step; the others get one sentence soon."""
     format = kv.Format.parse("k4v4", D)
     x = rand(40, H, D)
-    kv.ShardedCache.growing(format, 1, H, block=16).step(x, x, x, [0, 40])  # whatever takes long the first time
+    parallel.ShardedCache.growing(format, 1, H, block=16).step(x, x, x, [0, 40])  # whatever takes long the first time
     group = dist.new_group(timeout=datetime.timedelta(seconds=5))
-    cache = kv.ShardedCache.growing(format, 1, H, block=16, group=group)
+    cache = parallel.ShardedCache.growing(format, 1, H, block=16, group=group)
     cache.step(x, x, x, [0, 40])
     if dist.get_rank() == victim:
         if not hang:
@@ -269,7 +272,7 @@ def run_death(victim, hang):
         time.sleep(8)
         return None
     start = time.monotonic()
-    with pytest.raises(kv.PeerError, match="another process is gone or did not answer"):
+    with pytest.raises(PeerError, match="another process is gone or did not answer"):
         for _ in range(3):  # the death of a process may be noticed by the next message only
             cache.step(x[:1], x[:1], x[:1])
     return time.monotonic() - start

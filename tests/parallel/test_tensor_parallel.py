@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import aurakv as kv
+from aurakv.storage.uncompressed import Uncompressed
 from tests.parallel.cases import rand
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,7 @@ def run_heads(format, uncompressed):
 
 
 def test_each_rank_its_heads(ranks):
-    for uncompressed in (None, kv.Uncompressed(2, 9, torch.float32)):
+    for uncompressed in (None, Uncompressed(2, 9, torch.float32)):
         ranks(2).run(run_heads, kv.Format.parse("k4v3", 64), uncompressed)
 
 

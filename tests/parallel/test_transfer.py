@@ -8,12 +8,15 @@ import torch
 import torch.distributed as dist
 
 import aurakv as kv
+from aurakv import parallel
+from aurakv.errors import AuraError, InputError, PeerError
 from aurakv.parallel import transfer
+from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import poisoned
 from tests.helpers.ranks import Ranks
 from tests.parallel.cases import D, H, rand
 
-EXACT = kv.Uncompressed(3, 40, torch.float32, rollback=8)
+EXACT = Uncompressed(3, 40, torch.float32, rollback=8)
 
 
 def make(storage, format="k4v3", kv_heads=H, dim=D, uncompressed=None, **options):
@@ -44,17 +47,17 @@ def stored(cache, seq):
 def run_move(source, target, options, length):
     with poisoned():
         offsets = {"key_offset": rand(H, D, seed=8), "value_offset": rand(H, D, seed=9)} if options == "all" else {}
-        uncompressed = {"all": EXACT, "first": kv.Uncompressed(4, 0, torch.float32)}.get(options)
+        uncompressed = {"all": EXACT, "first": Uncompressed(4, 0, torch.float32)}.get(options)
         sent = fill(make(source, uncompressed=uncompressed, **offsets), length)
         if dist.get_rank() == 0:
             before = [x.clone() for x in stored(sent, 1)]
-            kv.send(sent, 1, 1)
+            parallel.send(sent, 1, 1)
             assert all(torch.equal(a, b) for a, b in zip(before, stored(sent, 1), strict=True))
             return
         cache = make(target, uncompressed=uncompressed, **offsets)
         other = rand(9, H, D, seed=3)
         cache.append(other, other, [0, 9, 9, 9])
-        assert kv.receive(cache, 1, 0) == sent.lengths[1]
+        assert parallel.receive(cache, 1, 0) == sent.lengths[1]
         assert cache.lengths == [9, sent.lengths[1], 0]
         assert all(torch.equal(a, b) for a, b in zip(stored(cache, 1), stored(sent, 1), strict=True))
         for _ in range(20):  # both go on
@@ -103,12 +106,12 @@ def run_refused(name):
     ours, theirs, sentence = REFUSED[name]
     if dist.get_rank() == 0:
         cache = fill(make("contiguous", **ours))
-        with pytest.raises(kv.PeerError, match=f"rank 1 refused sequence 1: .*{sentence}"):
-            kv.send(cache, 1, 1)
+        with pytest.raises(PeerError, match=f"rank 1 refused sequence 1: .*{sentence}"):
+            parallel.send(cache, 1, 1)
     else:
         cache = make(**{"storage": "paged", **theirs})
-        with pytest.raises(kv.AuraError, match=sentence):
-            kv.receive(cache, 1, 0)
+        with pytest.raises(AuraError, match=sentence):
+            parallel.receive(cache, 1, 0)
         assert cache.lengths == [0, 0, 0]
         assert cache.pool.free_pages == cache.pool.num_pages
     run_move("contiguous", "paged", "plain", 20)  # the group is still good
@@ -123,23 +126,23 @@ def run_wrong_arguments():
     rank = dist.get_rank()
     cache = fill(make("contiguous"))
     for peer in (rank, 2, -1, None):
-        with pytest.raises(kv.InputError, match="another rank"):
-            kv.send(cache, 1, peer)
-        with pytest.raises(kv.InputError, match="another rank"):
-            kv.receive(cache, 1, peer)
+        with pytest.raises(InputError, match="another rank"):
+            parallel.send(cache, 1, peer)
+        with pytest.raises(InputError, match="another rank"):
+            parallel.receive(cache, 1, peer)
     if rank == 0:
-        with pytest.raises(kv.InputError, match=r"sequences 0 … 2"):
-            kv.send(cache, 3, 1)
+        with pytest.raises(InputError, match=r"sequences 0 … 2"):
+            parallel.send(cache, 3, 1)
         for sentence in (r"sequences 0 … 2", "must be empty"):
-            with pytest.raises(kv.PeerError, match=sentence):
-                kv.send(cache, 1, 1)
+            with pytest.raises(PeerError, match=sentence):
+                parallel.send(cache, 1, 1)
     else:
-        with pytest.raises(kv.PeerError, match=r"rank 0 could not send: .*sequences 0 … 2"):
-            kv.receive(cache, 0, 0)
-        with pytest.raises(kv.InputError, match=r"sequences 0 … 2"):
-            kv.receive(cache, 3, 0)
-        with pytest.raises(kv.InputError, match="must be empty"):
-            kv.receive(cache, 1, 0)
+        with pytest.raises(PeerError, match=r"rank 0 could not send: .*sequences 0 … 2"):
+            parallel.receive(cache, 0, 0)
+        with pytest.raises(InputError, match=r"sequences 0 … 2"):
+            parallel.receive(cache, 3, 0)
+        with pytest.raises(InputError, match="must be empty"):
+            parallel.receive(cache, 1, 0)
         assert cache.lengths == [0, 95, 0]
 
 
@@ -169,12 +172,12 @@ def run_forged():
     for name, text in forged().items():
         if dist.get_rank() == 0:
             transfer._describe = lambda cache, seq, text=text: text
-            with pytest.raises(kv.PeerError, match="rank 1 refused"):
-                kv.send(make("contiguous"), 0, 1)
+            with pytest.raises(PeerError, match="rank 1 refused"):
+                parallel.send(make("contiguous"), 0, 1)
         else:
             cache = make("paged")
-            with pytest.raises(kv.InputError) as caught:
-                kv.receive(cache, 1, 0)
+            with pytest.raises(InputError) as caught:
+                parallel.receive(cache, 1, 0)
             assert name not in ("version", "file version") or "version" in str(caught.value)
             assert cache.lengths == [0, 0, 0]
 
@@ -184,8 +187,8 @@ def run_noise():
     if dist.get_rank() == 0:
         dist.send(torch.tensor([1, 2]), 1)
     else:
-        with pytest.raises(kv.PeerError, match="not a sequence"):
-            kv.receive(make("paged"), 1, 0)
+        with pytest.raises(PeerError, match="not a sequence"):
+            parallel.receive(make("paged"), 1, 0)
 
 
 def test_forged_descriptions():
@@ -213,8 +216,8 @@ def run_broken_off(victim):
             copy(*arguments, **options)
 
         transfer._copy = dying
-    with pytest.raises(kv.PeerError, match="another process is gone"):
-        kv.send(cache, 1, 1) if rank == 0 else kv.receive(cache, 1, 0)
+    with pytest.raises(PeerError, match="another process is gone"):
+        parallel.send(cache, 1, 1) if rank == 0 else parallel.receive(cache, 1, 0)
     if rank == 1:
         assert cache.lengths == [0, 0, 0]
         assert cache.pool.free_pages == cache.pool.num_pages

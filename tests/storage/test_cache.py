@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import aurakv as kv
+from aurakv.attention import ops
+from aurakv.errors import CapacityError, InputError
+from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import poisoned
 
 FMT = kv.Format.parse("k4v3", 64)
@@ -72,9 +75,7 @@ def test_contiguous_capacity_is_there_from_the_start():
 
 
 @pytest.mark.parametrize("kind", STORAGES)
-@pytest.mark.parametrize(
-    "uncompressed", [None, kv.Uncompressed(3, 10, torch.float32), kv.Uncompressed(4, 0, torch.float32)]
-)
+@pytest.mark.parametrize("uncompressed", [None, Uncompressed(3, 10, torch.float32), Uncompressed(4, 0, torch.float32)])
 def test_any_chunking_gives_the_same_numbers(kind, uncompressed):
     """One prefill, chunks and single tokens: the same queries get the same answers."""
     q, (k, v) = rand(150, 4, 64, seed=9), tokens(150)
@@ -138,7 +139,7 @@ def test_fork_shares_until_written(kind):
 
 @pytest.mark.parametrize("kind", STORAGES)
 def test_reorder_repeats_drops_and_adds(kind):
-    cache = make(kind, uncompressed=kv.Uncompressed(2, 5))
+    cache = make(kind, uncompressed=Uncompressed(2, 5))
     cache.append(*tokens(75), [0, 30, 45, 75])
     parts = [held(cache, seq) for seq in range(3)]
     cache.reorder([2, 0, 2, 1])
@@ -177,7 +178,7 @@ def test_a_ring_rolls_back_as_far_as_it_promises():
         got = cache.step(q, *new, precision="float32").out
         wanted = plain.step(q, *new, scoring=scoring, precision="float32").out
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
-    with pytest.raises(kv.CapacityError, match="rolled back by 8"):
+    with pytest.raises(CapacityError, match="rolled back by 8"):
         cache.truncate(0, 200)
     cache.truncate(0, 0)
     assert cache.lengths == [0]
@@ -197,7 +198,7 @@ def test_a_page_pool_is_shared_by_caches():
     a, b = kv.KVCache.paged(pool, 2), kv.KVCache.paged(pool, 1)
     a.append(*tokens(100), [0, 60, 100])
     assert pool.free_pages == 3
-    with pytest.raises(kv.CapacityError, match="needs 4 free pages, got 3 of 10"):
+    with pytest.raises(CapacityError, match="needs 4 free pages, got 3 of 10"):
         b.append(*tokens(49), [0, 49])
     assert pool.free_pages == 3
     assert b.lengths == [0]
@@ -222,8 +223,8 @@ def test_exact_tokens_are_exact():
     """With everything uncompressed, attention equals attention over the vectors themselves."""
     k, v = tokens(40)
     q = rand(40, 4, 64, seed=3)
-    wanted = kv.attend_dense(q, k, v, [0, 40])
-    for uncompressed in (kv.Uncompressed(0, 100, torch.float32), kv.Uncompressed(100, 0, torch.float32)):
+    wanted = ops.attend_dense(q, k, v, [0, 40])
+    for uncompressed in (Uncompressed(0, 100, torch.float32), Uncompressed(100, 0, torch.float32)):
         cache = make("paged", seqs=1, uncompressed=uncompressed)
         got = cache.step(q, k, v, [0, 40])
         torch.testing.assert_close(got.out, wanted.out, atol=1e-5, rtol=1e-4)
@@ -231,7 +232,7 @@ def test_exact_tokens_are_exact():
 
 
 def test_first_tokens_alone_take_only_their_room():
-    cache = make("contiguous", seqs=2, uncompressed=kv.Uncompressed(4, 0, torch.float32))
+    cache = make("contiguous", seqs=2, uncompressed=Uncompressed(4, 0, torch.float32))
     plain = make("contiguous", seqs=2)
     for new in ([3, 0], [1, 3], [500, 2], [1, 1]):
         starts = [0, *itertools.accumulate(new)]
@@ -245,13 +246,13 @@ def test_first_tokens_alone_take_only_their_room():
     assert cache.lengths == [508, 6]
     cache.truncate(0, 2)
     kv.append(cache.pages, *tokens(3), [0, 3, 3])
-    with pytest.raises(kv.InputError, match="keeps uncompressed tokens"):
+    with pytest.raises(InputError, match="keeps uncompressed tokens"):
         _ = cache.lengths
     assert cache.lengths == [2, 6], "what the table of uncompressed tokens has not seen is dropped"
 
 
 def test_exact_tokens_survive_truncation_within_their_rollback():
-    uncompressed = kv.Uncompressed(2, 10, torch.float32, rollback=12)
+    uncompressed = Uncompressed(2, 10, torch.float32, rollback=12)
     k, v = tokens(200)
     caches = [make("contiguous", seqs=1, uncompressed=uncompressed) for _ in range(2)]
     caches[0].append(k, v, [0, 200])
@@ -260,13 +261,13 @@ def test_exact_tokens_survive_truncation_within_their_rollback():
     q, new = rand(1, 4, 64), tokens(1, seed=5)
     outs = [cache.step(q, *new).out for cache in caches]
     torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=1e-5)
-    with pytest.raises(kv.CapacityError, match="rolled back by 12"):
+    with pytest.raises(CapacityError, match="rolled back by 12"):
         caches[0].truncate(0, 30)
     assert caches[0].lengths == [189]
 
 
 def test_bytes_held_counts_what_tensors_hold():
-    cache = make("contiguous", seqs=2, uncompressed=kv.Uncompressed(4, 32))
+    cache = make("contiguous", seqs=2, uncompressed=Uncompressed(4, 32))
     cache.append(*tokens(300), [0, 200, 300])
     tensors = []
     for table in cache.page_tables:
@@ -285,11 +286,11 @@ def test_codes_can_be_appended():
 
 
 def test_exact_tokens_and_pages_cannot_drift_apart():
-    cache = make("paged", seqs=1, uncompressed=kv.Uncompressed(2, 5))
+    cache = make("paged", seqs=1, uncompressed=Uncompressed(2, 5))
     cache.append(*tokens(10), [0, 10])
     cache.reserve(5)
     kv.append(cache.pages, *tokens(3), [0, 3])  # the uncompressed tokens know nothing of these
-    with pytest.raises(kv.InputError, match="keeps uncompressed tokens"):
+    with pytest.raises(InputError, match="keeps uncompressed tokens"):
         cache.attend(rand(1, 4, 64))
     assert cache.lengths == [10]
 
@@ -298,7 +299,7 @@ def test_pages_of_a_ring_refuse_a_scoring_beyond_what_they_hold():
     cache = make("ring", seqs=1)
     cache.append(*tokens(500), [0, 500])
     for scoring in (kv.Scoring(), kv.Scoring(window=1000), kv.Scoring(window=9, sinks=99)):
-        with pytest.raises(kv.InputError, match="this ring holds"):
+        with pytest.raises(InputError, match="this ring holds"):
             kv.attend(rand(1, 4, 64), cache.pages, scoring=scoring)
 
 
@@ -313,10 +314,10 @@ def test_pages_from_outside_are_range_checked():
     for entry in (-2, -1, 100, 2**31 - 1):
         table = own.table.clone()
         table[0, 1] = entry
-        with pytest.raises(kv.InputError, match=r"table .* pages outside|table entries"):
+        with pytest.raises(InputError, match=r"table .* pages outside|table entries"):
             kv.attend(q, dataclasses.replace(own, table=table))
     for length in (-1, 2**30):
-        with pytest.raises(kv.InputError, match="length of sequence 0 must be"):
+        with pytest.raises(InputError, match="length of sequence 0 must be"):
             kv.attend(q, dataclasses.replace(own, lengths=own.lengths * 0 + length))
 
 
@@ -349,7 +350,7 @@ def test_empty_caches():
 @pytest.mark.parametrize("kind", ["contiguous", "ring"])
 def test_deepcopy_is_independent(backend, device, kind):
     """A copy has memory of its own, also for backends that remember addresses."""
-    format, uncompressed = kv.Format.parse("k4v4", 16), kv.Uncompressed(recent=3, dtype=torch.float32)
+    format, uncompressed = kv.Format.parse("k4v4", 16), Uncompressed(recent=3, dtype=torch.float32)
     x, q = torch.randn(40, 2, 16, device=device), torch.randn(40, 4, 16, device=device)
 
     def filled():
@@ -369,7 +370,7 @@ def test_deepcopy_is_independent(backend, device, kind):
 
 
 def test_decode_with_the_exact_tokens_of_a_query():
-    cache = kv.KVCache.contiguous(kv.Format.parse("k2v2", 16), 1, 2, uncompressed=kv.Uncompressed(2, 3, torch.float32))
+    cache = kv.KVCache.contiguous(kv.Format.parse("k2v2", 16), 1, 2, uncompressed=Uncompressed(2, 3, torch.float32))
     k, v = torch.randn(2, 20, 2, 16)
     cache.append(k, v, [0, 20])
     for x, coded, seen in zip((k, v), cache.decode(0), cache.decode(0, query=20), strict=True):

@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 import aurakv as kv
+from aurakv.errors import CapacityError, FileError, InputError
 from aurakv.storage.pages import parts
+from aurakv.storage.uncompressed import Uncompressed
 from tools.fuzz_files import File, SmallTensors, append, container, exercise, run, saved
 
 LEVELS = (-2.0, -0.5, 0.25, 1.5)
 OWN = kv.Format(kv.Codec.key(32, 2, table=LEVELS, seed=2**64 - 1), kv.Codec.value(16, 3, dtype=torch.float32))
-EXACT = kv.Uncompressed(first=3, recent=5, dtype=torch.float16, rollback=6)
+EXACT = Uncompressed(first=3, recent=5, dtype=torch.float16, rollback=6)
 
 
 def fmt(name, dims=32):
@@ -37,9 +39,7 @@ CACHES = {
     "contiguous": lambda: kv.KVCache.contiguous(fmt("k4v3"), 4, 2),
     "contiguous with capacity": lambda: kv.KVCache.contiguous(fmt("k8v2"), 4, 2, capacity=500),
     "contiguous uncompressed": lambda: kv.KVCache.contiguous(fmt("k5v6", (64, 32)), 4, 2, uncompressed=EXACT),
-    "own levels": lambda: kv.KVCache.contiguous(
-        OWN, 4, 2, uncompressed=kv.Uncompressed(recent=20, dtype=torch.float32)
-    ),
+    "own levels": lambda: kv.KVCache.contiguous(OWN, 4, 2, uncompressed=Uncompressed(recent=20, dtype=torch.float32)),
     "offsets": lambda: kv.KVCache.contiguous(fmt("k4v4"), 4, 2, key_offset=offset(32), value_offset=offset(32)),
     "16 bits": lambda: kv.KVCache.contiguous(fmt("k16:f32/v16:f16", (24, 7)), 4, 2),
     "mixed": lambda: kv.KVCache.contiguous(fmt("k16/v4"), 4, 2, value_offset=offset(32)),
@@ -48,12 +48,12 @@ CACHES = {
     "ring uncompressed": lambda: kv.KVCache.ring(
         OWN, 4, 2, window=17, sinks=2, page_size=5, rollback=6, uncompressed=EXACT
     ),
-    "first tokens": lambda: kv.KVCache.contiguous(fmt("k4v4"), 4, 2, uncompressed=kv.Uncompressed(first=4)),
+    "first tokens": lambda: kv.KVCache.contiguous(fmt("k4v4"), 4, 2, uncompressed=Uncompressed(first=4)),
     "paged by 7, many first tokens": lambda: kv.KVCache.paged(
-        pool(fmt("k4v4"), 7, key_offset=offset(32)), 4, uncompressed=kv.Uncompressed(100, 0, torch.float16)
+        pool(fmt("k4v4"), 7, key_offset=offset(32)), 4, uncompressed=Uncompressed(100, 0, torch.float16)
     ),
     "ring first tokens": lambda: kv.KVCache.ring(
-        fmt("k4v4"), 4, 2, window=9, page_size=4, uncompressed=kv.Uncompressed(first=2)
+        fmt("k4v4"), 4, 2, window=9, page_size=4, uncompressed=Uncompressed(first=2)
     ),
     "ring of one": lambda: kv.KVCache.ring(fmt("k4v4"), 4, 2, window=1, page_size=1, chunk=1),
     "paged": lambda: kv.KVCache.paged(pool(fmt("k4v4"), 16), 4),
@@ -237,7 +237,7 @@ def test_overflow_is_reported_and_nothing_written(tmp_path):
     cache = CACHES["paged"]()
     append(cache, [3, 0, 0, 0])
     kv.append(cache.pages, torch.randn(40, 2, 32), torch.randn(40, 2, 32), [0, 40, 40, 40, 40])
-    with pytest.raises(kv.CapacityError, match="an earlier append did not fit"):
+    with pytest.raises(CapacityError, match="an earlier append did not fit"):
         kv.save(cache, tmp_path / "c")
     assert os.listdir(tmp_path) == []
     kv.save(cache, tmp_path / "c")  # reported once
@@ -254,15 +254,15 @@ def test_lengths_written_on_the_device_are_saved(tmp_path):
 
 def test_what_cannot_be_saved(tmp_path):
     cache = CACHES["paged"]()
-    with pytest.raises(kv.InputError, match="this cache has sequences 0 … 3, got 4"):
+    with pytest.raises(InputError, match="this cache has sequences 0 … 3, got 4"):
         kv.save(cache, tmp_path / "c", seqs=[0, 4])
     cache.pages.lengths.fill_(5)
-    with pytest.raises(kv.InputError, match="lengths were raised beyond the pages it has"):
+    with pytest.raises(InputError, match="lengths were raised beyond the pages it has"):
         kv.save(cache, tmp_path / "c")
     uncompressed = CACHES["contiguous uncompressed"]()
     uncompressed.reserve(4)
     kv.append(uncompressed.pages, torch.randn(4, 2, 64), torch.randn(4, 2, 32))
-    with pytest.raises(kv.InputError, match="keeps uncompressed tokens"):
+    with pytest.raises(InputError, match="keeps uncompressed tokens"):
         kv.save(uncompressed, tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
@@ -287,9 +287,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_what_cannot_be_written_is_called_as_the_user_did(tmp_path, monkeypatch):
     cache, missing, folder = CACHES["contiguous"](), tmp_path / "missing" / "c", tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(kv.FileError, match=f"^{missing} cannot be written: there is no folder {missing.parent}$"):
+    with pytest.raises(FileError, match=f"^{missing} cannot be written: there is no folder {missing.parent}$"):
         kv.save(cache, missing)
-    with pytest.raises(kv.FileError, match=f"^{folder} cannot be written: it is a folder$"):
+    with pytest.raises(FileError, match=f"^{folder} cannot be written: it is a folder$"):
         kv.save(cache, str(folder))
 
     def fail(source, target):
@@ -312,10 +312,10 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
 
 def test_arguments(tmp_path):
     kv.save(CACHES["ring"](), tmp_path / "c")
-    with pytest.raises(kv.InputError, match="spare_pages are for paged caches, got 3 for a ring one") as info:
+    with pytest.raises(InputError, match="spare_pages are for paged caches, got 3 for a ring one") as info:
         kv.load(tmp_path / "c", spare_pages=3)
-    assert not isinstance(info.value, kv.FileError)
-    with pytest.raises(kv.InputError, match="spare_pages must be a whole number of at least 0, got -1"):
+    assert not isinstance(info.value, FileError)
+    with pytest.raises(InputError, match="spare_pages must be a whole number of at least 0, got -1"):
         kv.load(tmp_path / "c", spare_pages=-1)
     with pytest.raises(FileNotFoundError):
         kv.load(tmp_path / "missing")
@@ -333,7 +333,7 @@ def test_safetensors_is_optional(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", blocked)
     for call in (lambda: kv.save(cache, tmp_path / "c"), lambda: kv.load(tmp_path / "c")):
-        with pytest.raises(kv.InputError, match=r"need the package safetensors: pip install aurakv\[files\]"):
+        with pytest.raises(InputError, match=r"need the package safetensors: pip install aurakv\[files\]"):
             call()
     assert os.listdir(tmp_path) == []
 
@@ -519,7 +519,7 @@ def test_hostile_files(make, change, sentence, tmp_path):
 
 def refused(path, raw, sentence):
     path.write_bytes(raw)
-    with pytest.raises(kv.FileError, match=sentence) as info, SmallTensors(4 * len(raw) + 4096):
+    with pytest.raises(FileError, match=sentence) as info, SmallTensors(4 * len(raw) + 4096):
         kv.load(path)
     assert str(info.value).startswith(f"{path} is not a cache that can be loaded: ")
     assert "\n" not in str(info.value)
@@ -554,7 +554,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
     for at in range(0, len(raw), 3):
         raw[at] ^= 1 << at % 8
         path.write_bytes(raw)
-        with pytest.raises(kv.FileError):
+        with pytest.raises(FileError):
             kv.load(path)
         raw[at] ^= 1 << at % 8
 
@@ -603,7 +603,7 @@ def test_a_ring_at_the_end_of_its_positions(tmp_path):
         assert len(cache.positions(0)) < 40
         append(cache, [1, 0, 0])
         assert cache.attend(torch.randn(1, 2, 32), [0, 1, 1, 1]).out.isfinite().all()
-        with pytest.raises(kv.CapacityError, match="a sequence has at most 2147483647 tokens, got 2147483648"):
+        with pytest.raises(CapacityError, match="a sequence has at most 2147483647 tokens, got 2147483648"):
             append(cache, [1, 0, 0])
     assert cache.lengths[0] == 2**31 - 1
 

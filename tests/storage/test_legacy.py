@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import aurakv as kv
+from aurakv.errors import InputError
 from aurakv.storage.legacy import codes_from_nibbles, codes_from_u32
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -72,7 +73,7 @@ def test_equal_norms_of_blocks_become_one_scale():
     both = norms[..., None].repeat(1, 1, 2)
     assert torch.equal(codes_from_nibbles(data, both, codec).scale, codes_from_nibbles(data, norms, codec).scale)
     both[3, 1, 1] *= 1.001
-    with pytest.raises(kv.InputError, match="norms of the 2 blocks of a vector must be equal to become one scale"):
+    with pytest.raises(InputError, match="norms of the 2 blocks of a vector must be equal to become one scale"):
         codes_from_nibbles(data, both, codec)
 
 
@@ -107,7 +108,7 @@ def test_padding_bits_must_be_zero():
     for bit in (16, 24, 31):
         bad = words.clone()
         bad[..., 7] = (words[..., 7].long() | 1 << bit).to(torch.uint32).view(torch.int32)
-        with pytest.raises(kv.InputError, match="the bits of a row after its 80 codes of 3 bits must be 0"):
+        with pytest.raises(InputError, match="the bits of a row after its 80 codes of 3 bits must be 0"):
             codes_from_u32(bad, torch.ones(1, 1), codec)
 
 
@@ -147,11 +148,11 @@ BAD = [
 
 @pytest.mark.parametrize(("function", "data", "norms", "codec", "sentence"), BAD, ids=range(len(BAD)))
 def test_wrong_input(function, data, norms, codec, sentence):
-    with pytest.raises(kv.InputError, match=sentence):
+    with pytest.raises(InputError, match=sentence):
         function(data, norms, codec)
 
 
 @pytest.mark.parametrize("divisor", [0.0, -1.0, math.nan, math.inf])
 def test_wrong_divisor(divisor):
-    with pytest.raises(kv.InputError, match="divisor must be positive and finite"):
+    with pytest.raises(InputError, match="divisor must be positive and finite"):
         codes_from_nibbles(octets(3, 2, 32), ONE, C4, divisor=divisor)

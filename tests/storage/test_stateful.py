@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import aurakv as kv
+from aurakv.errors import CapacityError, InputError
+from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import check_partial, poisoned
 from aurakv.testing.oracle import History, Rule, attention
 
@@ -28,9 +30,9 @@ BANK = 997  # different tokens; a token is its index here
 FORMATS = ("k4v4", "k8v3:f32", "k16:f32/v2", "k3v16:f16", "k5:lsq/v6")
 EXACT = (
     None,
-    kv.Uncompressed(first=3, recent=5, dtype=torch.float32, rollback=2),
-    kv.Uncompressed(first=20, dtype=torch.bfloat16),
-    kv.Uncompressed(recent=20, dtype=torch.float16, rollback=0),
+    Uncompressed(first=3, recent=5, dtype=torch.float32, rollback=2),
+    Uncompressed(first=20, dtype=torch.bfloat16),
+    Uncompressed(recent=20, dtype=torch.float16, rollback=0),
 )
 LOGITS = torch.tensor([0.5, -torch.inf, 3.0, -1.0])
 
@@ -129,11 +131,11 @@ class Machine(RuleBasedStateMachine):
 
     backend, device, page_size = "reference", "cpu", 8
 
-    def build(self, format: kv.Format, uncompressed: kv.Uncompressed | None) -> list[Side]:
+    def build(self, format: kv.Format, uncompressed: Uncompressed | None) -> list[Side]:
         raise NotImplementedError
 
     @initialize(format=st.sampled_from(FORMATS), uncompressed=st.sampled_from(EXACT), offsets=st.booleans())
-    def start(self, format: str, uncompressed: kv.Uncompressed | None, offsets: bool) -> None:
+    def start(self, format: str, uncompressed: Uncompressed | None, offsets: bool) -> None:
         self.format = kv.Format.parse(format, (KEY_DIM, VALUE_DIM))
         generator = torch.Generator().manual_seed(7)
 
@@ -222,7 +224,7 @@ class Machine(RuleBasedStateMachine):
                     cache.reserve(new)
                     kv.append(cache.pages, k, v, starts, backend=self.backend)
                     cache.sync()
-        except kv.CapacityError:
+        except CapacityError:
             assert refused
             assert self.bytes() == before
             return
@@ -253,7 +255,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 seq.append(tokens[a:b])
         if missed:
-            with pytest.raises(kv.CapacityError, match="did not fit"):
+            with pytest.raises(CapacityError, match="did not fit"):
                 cache.sync()
             cache.sync()  # reported once
         else:
@@ -267,7 +269,7 @@ class Machine(RuleBasedStateMachine):
         length = max(0, len(model.tokens) - draw.choice([0, 1, 2, 3, 7, draw.randrange(100)]))
         if not model.can_truncate(length):
             before = self.bytes()
-            with pytest.raises(kv.CapacityError, match="rolled back"):
+            with pytest.raises(CapacityError, match="rolled back"):
                 side.cache.truncate(seq, length)
             assert self.bytes() == before
             return
@@ -296,7 +298,7 @@ class Machine(RuleBasedStateMachine):
         try:
             with poisoned():
                 side.cache.reserve(new)
-        except kv.CapacityError:
+        except CapacityError:
             assert refused
             assert self.bytes() == before
         else:
@@ -327,7 +329,7 @@ class Machine(RuleBasedStateMachine):
             part = cache.attend(q, starts, scoring, precision="float32")
             self.compare(side, part, q, starts, self.visibility(side, window, sinks, softcap), None, "float32")
         else:
-            with pytest.raises(kv.InputError, match="no longer held"):
+            with pytest.raises(InputError, match="no longer held"):
                 cache.attend(q, starts, scoring)
         assert self.bytes() == before
 
@@ -391,7 +393,7 @@ class Machine(RuleBasedStateMachine):
 
     # helpers
 
-    def options(self, uncompressed: kv.Uncompressed | None) -> dict[str, object]:
+    def options(self, uncompressed: Uncompressed | None) -> dict[str, object]:
         offsets = {"key_offset": self.key_offset, "value_offset": self.value_offset}
         return {"device": self.device, "uncompressed": uncompressed, "backend": self.backend, **offsets}
 
@@ -453,7 +455,7 @@ class Machine(RuleBasedStateMachine):
 class Paged(Machine):
     """Two caches that share a pool which is too small for what is asked of it; one has a limit on its sequences."""
 
-    def build(self, format: kv.Format, uncompressed: kv.Uncompressed | None) -> list[Side]:
+    def build(self, format: kv.Format, uncompressed: Uncompressed | None) -> list[Side]:
         options = self.options(None)
         cache = {"uncompressed": uncompressed, "backend": options.pop("backend")}
         del options["uncompressed"]
@@ -468,7 +470,7 @@ class Paged(Machine):
 class Contiguous(Machine):
     """Caches that grow from nothing and from some capacity."""
 
-    def build(self, format: kv.Format, uncompressed: kv.Uncompressed | None) -> list[Side]:
+    def build(self, format: kv.Format, uncompressed: Uncompressed | None) -> list[Side]:
         return [
             Side(kv.KVCache.contiguous(format, 2, KV_HEADS, capacity, **self.options(uncompressed)))
             for capacity in (0, 70)
@@ -478,7 +480,7 @@ class Contiguous(Machine):
 class Rings(Machine):
     """A ring with sinks and rollback, and the smallest one."""
 
-    def build(self, format: kv.Format, uncompressed: kv.Uncompressed | None) -> list[Side]:
+    def build(self, format: kv.Format, uncompressed: Uncompressed | None) -> list[Side]:
         options = {"page_size": self.page_size, **self.options(uncompressed)}
         chunk, rollback = 1 + self.page_size // 2, self.page_size // 3
         return [
@@ -534,7 +536,7 @@ def test_the_last_sequence_to_write_a_shared_page_keeps_it():
                 wanted = kv.encode(x[[0, 1, 2, 3, 4 + seq]], format.key)
                 assert torch.equal(cache.codes(seq)[0].data, wanted.data)
         else:
-            with pytest.raises(kv.CapacityError, match="needs 2 free pages, got 1 of 2"):
+            with pytest.raises(CapacityError, match="needs 2 free pages, got 1 of 2"):
                 cache.append(x[4:], x[4:])
             assert (cache.lengths, pool.free_pages) == ([4, 4, 4], 1)
 
@@ -543,7 +545,7 @@ def test_a_cache_without_sequences():
     """It is legal, takes nothing and gives nothing."""
     for cache in (
         kv.KVCache.paged(kv.PagePool(kv.Format.parse("k4v4", 16), 2, 8, 1), 2),
-        kv.KVCache.contiguous(kv.Format.parse("k4v4", 16), 2, 1, uncompressed=kv.Uncompressed(first=2, recent=2)),
+        kv.KVCache.contiguous(kv.Format.parse("k4v4", 16), 2, 1, uncompressed=Uncompressed(first=2, recent=2)),
         kv.KVCache.ring(kv.Format.parse("k4v4", 16), 2, 1, 8),
     ):
         x = torch.ones(2, 1, 16)

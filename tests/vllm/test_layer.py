@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import aurakv as kv
+from aurakv.attention import ops
 from aurakv.attention.step import Rows
 from aurakv.calibration.policy import LayerPolicy, Policy, shipped
 from aurakv.errors import InputError
@@ -186,7 +187,7 @@ def test_sink_logits() -> None:
     engine = Engine(kv.Format.parse("k16:f32/v16:f32", DIM), kv.Scoring())
     engine.layer.sink_logits = torch.randn(HEADS)
     q, k, v = rows(20)
-    expected = kv.attend_dense(q, k, v, [0, 20], sink_logits=engine.layer.sink_logits).out
+    expected = ops.attend_dense(q, k, v, [0, 20], sink_logits=engine.layer.sink_logits).out
     torch.testing.assert_close(engine.step({0: (q, k, v)})[0], expected, atol=1e-5, rtol=0)
 
 
@@ -321,7 +322,7 @@ def test_offsets_and_balance_leave_attention_as_it_is() -> None:
     assert policy.key_scale is not None
     k += policy.key_offset / policy.key_scale
     out = torch.cat([engine.step({0: (q[:60], k[:60], v[:60])})[0], engine.step({0: (q[60:], k[60:], v[60:])})[0]])
-    torch.testing.assert_close(out, kv.attend_dense(q, k, v, [0, 90]).out, atol=5e-2, rtol=0)
+    torch.testing.assert_close(out, ops.attend_dense(q, k, v, [0, 90]).out, atol=5e-2, rtol=0)
 
 
 def test_pages_of_whole_blocks_have_no_padding() -> None:

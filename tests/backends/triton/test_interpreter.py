@@ -16,8 +16,10 @@ from aurakv.attention import ops
 from aurakv.attention.step import Rows
 from aurakv.backends import reference
 from aurakv.backends import triton as triton_backend
+from aurakv.errors import BackendError
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
+from aurakv.storage.uncompressed import Uncompressed
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
@@ -59,7 +61,7 @@ numpy.seterr(all="ignore")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 from aurakv.backends import _load
-from aurakv.codec import Codec
+from aurakv.format.codec import Codec
 reference, triton = _load("reference"), _load("triton")
 
 def close(a, b):
@@ -87,9 +89,9 @@ for dim, bits, has_offset in ((64, 4, True), (80, 5, False), (96, 16, False), (6
 APPEND_CODES = """
 import torch
 torch.set_num_threads(1)
-from aurakv import ops
-from aurakv.codec import Format
-from aurakv.pages import Pages, allocate
+from aurakv.attention import ops
+from aurakv.format.codec import Format
+from aurakv.storage.pages import Pages, allocate
 
 format = Format.parse("k4v16", 64)
 def make(width):
@@ -113,9 +115,9 @@ APPEND_TOKENS = """
 import dataclasses
 import torch
 torch.set_num_threads(1)
-from aurakv import ops
-from aurakv.codec import Format
-from aurakv.pages import Pages, allocate
+from aurakv.attention import ops
+from aurakv.format.codec import Format
+from aurakv.storage.pages import Pages, allocate
 
 LENGTHS = [0, 15, 16, 47, 48, 32]  # the fifth has no room but in a ring, the last one lacks the page
 torch.manual_seed(9)
@@ -201,7 +203,7 @@ def test_why_not():
     assert next(iter(backends.names())) == "triton"
     if os.environ.get("TRITON_INTERPRET") != "1":
         assert backends.why_not("triton", None, "cpu") == "it needs a CUDA device, got cpu"
-        with pytest.raises(kv.BackendError, match="needs a CUDA device"):
+        with pytest.raises(BackendError, match="needs a CUDA device"):
             kv.encode(torch.zeros(1, 1, 64), Format.parse("k4v4", 64).key, backend="triton")
 
 
@@ -340,7 +342,7 @@ def test_steps_of_a_cache(name, precision, recent):
 
     def cache(backend, dtype):
         options = {"key_offset": offset, "backend": backend, "device": "cuda"}
-        exact = kv.Uncompressed(4, recent, dtype)
+        exact = Uncompressed(4, recent, dtype)
         return kv.KVCache.contiguous(Format.parse(name, dim), seqs, kv_heads, uncompressed=exact, **options)
 
     ours, other = cache("triton", torch.bfloat16), cache("reference", torch.float32)
@@ -437,7 +439,7 @@ def test_workspace_is_enough():
     ops.append(pages, x, x, [0, 8192], backend="triton")
     for tokens in (1, 5, 300):
         q = torch.randn(tokens, 8, 128, device="cuda", dtype=torch.float16)
-        size = kv.attend_workspace(pages, tokens, 8, backend="triton")
+        size = ops.attend_workspace(pages, tokens, 8, backend="triton")
         space = torch.full((size + 256,), 255, dtype=torch.uint8, device="cuda")
         for precision in ("fast", "float32"):
             given = kv.attend(q, pages, [0, tokens], precision=precision, workspace=space[:size], backend="triton")
