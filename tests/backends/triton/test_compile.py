@@ -121,7 +121,7 @@ def compile_for(monkeypatch, tmp_path):
                 kernel = getattr(module, name)
                 kernel = kernel.kernel if isinstance(kernel, CompileOnly) else kernel
                 monkeypatch.setattr(module, name, CompileOnly(kernel, capability, seen))
-        monkeypatch.setattr(attention, "_sms", lambda device: 132)
+        monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
         return seen
 
     def report(seen, capability, label):

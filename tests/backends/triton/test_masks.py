@@ -34,16 +34,16 @@ SCORINGS = [
 @triton.jit
 def probe(
     given, found, length, window, sinks, first, recent,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNCOMPRESSED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     lowest, highest = tl.load(given + 2 * i), tl.load(given + 2 * i + 1)
     a_start, a_stop, b_start, b_stop = masks.key_spans(
-        lowest, highest, length * 0, length, window, sinks, first, recent, CAUSAL, WINDOW, EXACT
+        lowest, highest, length * 0, length, window, sinks, first, recent, CAUSAL, WINDOW, UNCOMPRESSED
     )
     a_base, a_tiles, b_base, tiles = masks.tiles_of(a_start, a_stop, b_start, b_stop, KEYS)
     whole, edge = masks.whole_tiles(
-        b_base, b_start, b_stop, lowest, highest, window, recent, CAUSAL, WINDOW, EXACT, KEYS
+        b_base, b_start, b_stop, lowest, highest, window, recent, CAUSAL, WINDOW, UNCOMPRESSED, KEYS
     )
     tl.store(found + 6 * i, a_base)
     tl.store(found + 6 * i + 1, a_tiles)

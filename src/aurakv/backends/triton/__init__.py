@@ -58,7 +58,7 @@ def why_not(format: Format | None, device: torch.device) -> str | None:
 
 
 def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
-    from . import attend as dispatch
+    from . import dispatch
 
     return dispatch.workspace_bytes(pages, tokens, heads, splits)
 
@@ -118,7 +118,7 @@ def attend(
     precision: str,
     workspace: Tensor | None,
 ) -> Partial:
-    from . import attend as dispatch
+    from . import dispatch
 
     if q.dtype == torch.float64:
         part = dispatch.attend(q.float(), pages, rows, ends, scoring, sink_logits, splits, "float32", workspace)

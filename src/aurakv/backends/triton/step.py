@@ -9,7 +9,7 @@ from ...attention.partial import Partial, in_dtype, join
 from ...attention.scoring import scoring_uncompressed
 from ...attention.step import Run, Step, written
 from ...calibration.key_scale import scaled_queries
-from . import attend as dispatch
+from . import dispatch
 from .append.launch import prepare_append
 
 

@@ -258,10 +258,10 @@ def decode_attention(
             keys_in = rest if flat(KEY_BITS) else box
             values_in = (rest if flat(VALUE_BITS) else box) + SLOT.values
             score = raw_scores(keys_in, queries, key_constants, KEY_BITS, KEY_LEVELS, TILE, KU, HEADS, mma)
-            key_scale = read_scales(rest + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
+            token_scale = read_scales(rest + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
             b_scale = read_scales(rest + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
-            key_scale = finite(key_scale)
-            each_step = gl.expand_dims(key_scale, H_AXIS) * gl.expand_dims(step, 1 - H_AXIS)
+            token_scale = finite(token_scale)
+            each_step = gl.expand_dims(token_scale, H_AXIS) * gl.expand_dims(step, 1 - H_AXIS)
             if SOFTCAP:
                 score = capped(score * each_step + gl.expand_dims(bias, 1 - H_AXIS), cap, SOFTCAP)
                 each_step = 1.0
