@@ -15,7 +15,7 @@ from aurakv import backends
 from aurakv.attention import ops
 from aurakv.attention.step import Rows
 from aurakv.backends import reference
-from aurakv.backends import triton as triton_backend
+from aurakv.backends.triton import backend as triton_backend
 from aurakv.errors import BackendError
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
