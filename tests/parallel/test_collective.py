@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import aurakv as kv
 from aurakv import parallel
-from aurakv.errors import InputError
+from aurakv.errors import InputError, PeerError
 from aurakv.parallel import collective
 from aurakv.parallel.placement import Share, seen
 from aurakv.storage.uncompressed import Uncompressed
@@ -112,6 +112,19 @@ def run_no_rows():
         parallel.all_merge(kv.Partial(torch.empty(2, 3, 8), torch.empty(2, 4)))
     with pytest.raises(InputError, match="requires grad"):
         parallel.all_merge(kv.Partial(torch.empty(2, 3, 8, requires_grad=True), torch.empty(2, 3)))
+
+
+def run_different_partials():
+    rank = dist.get_rank()
+    for rows, dtype, said in ((2 + rank, torch.float32, "[3, 3, 8]"), (2, (torch.float16, torch.bfloat16)[rank], "bf")):
+        with pytest.raises(PeerError, match="all_merge needs the same arguments on all ranks") as raised:
+            parallel.all_merge(kv.Partial(torch.zeros(rows, 3, 8, dtype=dtype), torch.zeros(rows, 3)))
+        assert said in str(raised.value)
+    parallel.all_merge(kv.Partial(torch.zeros(2, 3, 8), torch.zeros(2, 3)))
+
+
+def test_all_merge_of_different_shapes(ranks):
+    ranks(2).run(run_different_partials)
 
 
 def run_subgroups():

@@ -164,6 +164,43 @@ def test_ranks_that_disagree(ranks):
     ranks(2).run(run_disagree)
 
 
+def refuse(call, *words):
+    """All ranks raise PeerError, and each says what it has and what another one has."""
+    with pytest.raises(PeerError) as raised:
+        call()
+    said = str(raised.value)
+    assert "needs the same arguments on all ranks" in said
+    assert all(word in said for word in words), said
+
+
+def run_different_arguments():
+    """One rank gives another shape, dtype, start or scoring. Nothing is stored, and the cache goes on."""
+    rank, format = dist.get_rank(), kv.Format.parse("k4v4", D)
+    cache = parallel.ShardedCache.growing(format, 2, H, block=16)
+    x, q = rand(40, H, D), rand(40, 2 * H, D)
+    cache.step(q, x, x, [0, 30, 40])
+    n, odd = 2 + 2 * (rank == 1), rank == 1
+    shapes = ("[2, 4, 64]", "[4, 4, 64]")
+    refuse(lambda: cache.step(q[:n], x[:n], x[:n], [0, 1, n]), *shapes, "step of a sharded cache")
+    refuse(lambda: cache.append(x[:n], x[:n], [0, 1, n]), "[2, 2, 64]", "[4, 2, 64]", "append of a sharded cache")
+    refuse(lambda: cache.attend(q[:n], [0, 1, n]), *shapes, "attend of a sharded cache")
+    refuse(lambda: cache.attend(q[:2, : H if odd else 2 * H]), "[2, 2, 64]", "[2, 4, 64]")
+    refuse(lambda: cache.attend(q[:2].to(torch.float64 if odd else torch.float32)), "float64", "float32")
+    refuse(lambda: cache.append(x[:4], x[:4], [0, 1 + odd, 4]), "[0, 1, 4]", "[0, 2, 4]")
+    refuse(lambda: cache.attend(q[:2], scoring=kv.Scoring(window=9 + odd)), "window=9", "window=10")
+    refuse(lambda: cache.reserve(5 + odd), "[5, 5]", "[6, 6]")
+    refuse(lambda: cache.append(x[:2], x[:2]) if odd else cache.attend(q[:2]), "append", "attend")
+    refuse(lambda: cache.step(q[:2], x[:2, : 1 if odd else H], x[:2]), "refuses: k must be [tokens, 2, 64]")
+    assert cache.lengths == [30, 10]
+    cache.check()
+    return digest(*cache.step(q[:2], x[:2], x[:2]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_different_arguments_stop_all_ranks(ranks, size):
+    assert len(set(ranks(size).run(run_different_arguments))) == 1
+
+
 # files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -33,6 +34,11 @@ class Group:
         if "gloo" in served.values() or "cpu" in served:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
+
+    @functools.cached_property
+    def host(self) -> bool:
+        """Whether the group moves memory of the host, which can be read without waiting for a device."""
+        return self.wire(torch.device("cpu")).type == "cpu"
 
     def check_peer(self, name: str, rank: int) -> None:
         if not (isinstance(rank, int) and 0 <= rank < self.size) or rank == self.rank:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ..storage.page_table import MAX_LENGTH, Kept, PageTable, round_up
 from ..storage.pool import PagePool
 from ..storage.steps import Call, check_queries, check_step, in_pieces, own_scoring
 from ..storage.uncompressed import Uncompressed
+from .agreement import Found, together
 from .attention import attend_share
 from .collective import merged
 from .group import Group
@@ -73,15 +74,9 @@ class ShardedCache:
         group: dist.ProcessGroup | None = None,
     ) -> ShardedCache:
         """Pages of a block each (or of page_size tokens) in memory that grows when it is full."""
+        offsets = {"key_offset": key_offset, "value_offset": value_offset}
         pool = PagePool(
-            format,
-            0,
-            block if page_size is None else page_size,
-            kv_heads,
-            device,
-            key_offset=key_offset,
-            value_offset=value_offset,
-            growable=True,
+            format, 0, block if page_size is None else page_size, kv_heads, device, growable=True, **offsets
         )
         return cls._make(pool, seqs, Whole(block, chunk, None, Uncompressed.of(uncompressed), None), backend, group)
 
@@ -107,15 +102,9 @@ class ShardedCache:
     ) -> ShardedCache:
         """The last `window` tokens of each sequence and its first `sinks`; each rank has its part of them."""
         kept = Kept.of(window, sinks, chunk, rollback)
+        offsets = {"key_offset": key_offset, "value_offset": value_offset}
         pool = PagePool(
-            format,
-            0,
-            block if page_size is None else page_size,
-            kv_heads,
-            device,
-            key_offset=key_offset,
-            value_offset=value_offset,
-            growable=True,
+            format, 0, block if page_size is None else page_size, kv_heads, device, growable=True, **offsets
         )
         return cls._make(
             pool, seqs, Whole(block, kept.chunk, kept, Uncompressed.of(uncompressed), None), backend, group
@@ -217,8 +206,12 @@ class ShardedCache:
         """Add tokens [tokens, kv_heads, dim]: sequence i gets rows starts[i]:starts[i+1].
 
         Without starts each gets one, a single sequence all of them."""
-        checks.new_tokens(k, v, self.local.pages)
-        bounds = self._bounds(starts, k.shape[0])
+
+        def check() -> list[int]:
+            checks.new_tokens(k, v, self.local.pages)
+            return self._bounds(starts, k.shape[0])
+
+        bounds = self._together("append", check, k, v)
         self._make_room([b - a for a, b in itertools.pairwise(bounds)])
         self._append(k, v, bounds)
 
@@ -233,23 +226,23 @@ class ShardedCache:
         precision: str = "fast",
     ) -> Partial:
         """Attention of the last tokens of each sequence, q [tokens, heads, dim], over what all ranks hold."""
-        call = Call(
-            own_scoring(scoring, self.whole.kept, self.whole.uncompressed),
-            sink_logits,
-            checks.splits(splits),
-            precision,
-        )
-        check_queries(q, self.local.pages, call)
-        bounds = self._bounds(starts, q.shape[0])
-        for seq, length in enumerate(self._lengths):
-            queries = bounds[seq + 1] - bounds[seq]
-            if queries > length and call.scoring.causal:
-                raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
-            if queries > self.whole.chunk and self._windowed:
-                raise InputError(
-                    f"{queries} queries of sequence {seq} may reach back to tokens that are no longer held:"
-                    f" attend with at most {self.whole.chunk} queries, or use step"
-                )
+
+        def check() -> tuple[list[int], Call]:
+            call = self._call(scoring, sink_logits, splits, precision)
+            check_queries(q, self.local.pages, call)
+            bounds = self._bounds(starts, q.shape[0])
+            for seq, length in enumerate(self._lengths):
+                queries = bounds[seq + 1] - bounds[seq]
+                if queries > length and call.scoring.causal:
+                    raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
+                if queries > self.whole.chunk and self._windowed:
+                    raise InputError(
+                        f"{queries} queries of sequence {seq} may reach back to tokens that are no longer held:"
+                        f" attend with at most {self.whole.chunk} queries, or use step"
+                    )
+            return bounds, call
+
+        bounds, call = self._together("attend", check, q)
         return self._finish(attend_share(self, q, bounds, call), sink_logits)
 
     def step(
@@ -265,14 +258,13 @@ class ShardedCache:
         precision: str = "fast",
     ) -> Partial:
         """Append tokens and attend with their queries. However many they are, each query sees its whole window."""
-        call = Call(
-            own_scoring(scoring, self.whole.kept, self.whole.uncompressed),
-            sink_logits,
-            checks.splits(splits),
-            precision,
-        )
-        check_step(q, k, v, self.local.pages, call)
-        bounds = self._bounds(starts, k.shape[0])
+
+        def check() -> tuple[list[int], Call]:
+            call = self._call(scoring, sink_logits, splits, precision)
+            check_step(q, k, v, self.local.pages, call)
+            return self._bounds(starts, k.shape[0]), call
+
+        bounds, call = self._together("step", check, q, k, v)
         new = [b - a for a, b in itertools.pairwise(bounds)]
         self._make_room(new)
         if not self._windowed or max(new, default=0) <= self.whole.chunk:
@@ -285,7 +277,7 @@ class ShardedCache:
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
         """Make room for this many more tokens in every sequence (or in each its own), so that no append has to."""
-        new = checks.reserve(tokens, self.seqs)
+        new = self._together("reserve", lambda: checks.reserve(tokens, self.seqs))
         self._make_room(new)
         self.local.reserve(self._counts(new))
 
@@ -333,6 +325,15 @@ class ShardedCache:
         kept, uncompressed = self.whole.kept, self.whole.uncompressed
         limits = [] if kept is None else [kept.rollback]
         return min([*limits, uncompressed.rollback] if uncompressed.recent else limits)
+
+    def _together(self, what: str, check: Callable[[], Found], *given: Tensor) -> Found:
+        """What was found right here, if all ranks make this call with tensors like these, at the same lengths."""
+        said = f"{what} of a sharded cache"
+        return together(self._group, said, check, lambda found: (*given, found, self._lengths))
+
+    def _call(self, scoring: Scoring | None, sink_logits: Tensor | None, splits: int | None, precision: str) -> Call:
+        own = own_scoring(scoring, self.whole.kept, self.whole.uncompressed)
+        return Call(own, sink_logits, checks.splits(splits), precision)
 
     def _bounds(self, starts: Starts, tokens: int) -> list[int]:
         return checks.bounds("starts", starts, self.seqs, tokens)
