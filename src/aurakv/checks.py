@@ -27,6 +27,8 @@ def floating(name: str, x: Tensor, device: torch.device | None = None) -> None:
         raise InputError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in FLOATS:
         raise InputError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
+    if x.layout != torch.strided:
+        raise InputError(f"{name} must be a dense tensor, got one of the layout {x.layout}")
     if x.requires_grad and torch.is_grad_enabled():
         raise InputError(
             f"{name} requires grad and aurakv computes no gradients: use torch.no_grad() or {name}.detach()"
@@ -145,7 +147,7 @@ def bounds(name: str, given: Starts, seqs: int, tokens: int) -> list[int]:
     rows = listed(name, given, f"{seqs + 1} ")
     rising = all(a <= b for a, b in itertools.pairwise(rows))
     if len(rows) != seqs + 1 or rows[0] != 0 or rows[-1] != tokens or not rising:
-        raise InputError(f"{name} must rise from 0 to {tokens} tokens in {seqs + 1} numbers, got {rows}")
+        raise InputError(f"{name} must rise from 0 to {tokens} tokens in {seqs + 1} numbers, got {shown(rows)}")
     return rows
 
 
@@ -161,7 +163,7 @@ def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
             return given.to(device=lengths.device, dtype=torch.int32)
     positions = listed("ends", given, f"{seqs} ")
     if len(positions) != seqs or not all(0 <= end < 2**31 for end in positions):
-        raise InputError(f"ends must be {seqs} numbers from 0 to 2^31 - 1, got {positions}")
+        raise InputError(f"ends must be {seqs} numbers from 0 to 2^31 - 1, got {shown(positions)}")
     return torch.tensor(positions, dtype=torch.int32, device=lengths.device)
 
 

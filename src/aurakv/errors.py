@@ -45,3 +45,12 @@ def needing(package: str, extra: str) -> Iterator[None]:
 def missing(package: str, *extras: str) -> str:
     """What brings a package that is not installed."""
     return f'this needs the package {package}: pip install "aurakv[{",".join(sorted(extras))}]"'
+
+
+def short(given: object) -> str:
+    """What an error repeats of what it was given: on one line, and not much of it."""
+    return cut(" ".join(repr(given).split()))
+
+
+def cut(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else text[:most] + "…"

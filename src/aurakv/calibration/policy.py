@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import whole
-from ..errors import FileError, InputError
+from ..errors import FileError, InputError, short
 from ..format.codec import Format
 from ..format.rotation import MAX_DIM
 
@@ -116,7 +116,7 @@ class Policy:
             return cls.loads((_FOLDER / f"{source}.json").read_text("utf-8"))
         path = Path(source)
         if path.suffix != ".json":
-            raise InputError(f"a policy is a .json file or one of {shipped()}, got {str(source)!r}")
+            raise InputError(f"a policy is a .json file or one of {shipped()}, got {short(str(source))}")
         try:
             if path.stat().st_size > MAX_BYTES:
                 raise FileError(f"a policy has at most {MAX_BYTES} bytes, got {path.stat().st_size}")
@@ -138,7 +138,7 @@ class Policy:
         if not isinstance(read, dict) or set(read) != _FIELDS or read["kind"] != KIND:
             raise FileError(f"a policy is a JSON object of kind {KIND!r} with the fields {sorted(_FIELDS)}")
         if read["version"] != VERSION:
-            raise FileError(f"this version reads policies of version {VERSION}, got {read['version']!r}")
+            raise FileError(f"this version reads policies of version {VERSION}, got {short(read['version'])}")
         model, layers = read["model"], read["layers"]
         if not isinstance(model, dict) or set(model) != set(_LIMITS) or not isinstance(read["source"], str):
             raise FileError(f"a policy has a text source and a model with {list(_LIMITS)}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache
 
-from ..errors import InputError
+from ..errors import InputError, short
 from ..format.levels import boundaries, lloyd_max
 from ..format.rotation import hadamard
 from .reads import Reads
@@ -57,7 +57,7 @@ def names() -> list[str]:
 def why_not(name: str) -> str | None:
     """None if a rival can run here, else one sentence."""
     if name not in names():
-        raise InputError(f"a rival is one of {names()}, got {name!r}")
+        raise InputError(f"a rival is one of {names()}, got {short(name)}")
     package = QUANTISED[name][0] if name in QUANTISED else None
     if package is None or _installed(package):
         return None

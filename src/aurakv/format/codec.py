@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import index, instance, shown, whole
-from ..errors import InputError
+from ..errors import InputError, cut, short
 from . import levels as codebook
 from .rotation import MAX_DIM, base_order, rotation
 
@@ -69,7 +69,7 @@ class Codec:
             return
         base_order(self.dim)
         if self.scale not in _SCALES:
-            raise InputError(f"scale must be one of {list(_SCALES)}, got {self.scale!r}")
+            raise InputError(f"scale must be one of {list(_SCALES)}, got {short(self.scale)}")
         if self.dtype not in (torch.float16, torch.float32):
             raise InputError(f"scales are stored as f16 or f32, got {DTYPE_NAMES.get(self.dtype, self.dtype)}")
         whole("seed", self.seed, 0, 2**64 - 1)
@@ -169,7 +169,7 @@ class Format:
         if match is None:
             raise InputError(
                 f"a format name is k<bits>v<bits> with bits in {list(BITS)}, and options as in k4:lsq/v4:f32, where a"
-                f" slash ends those of the key, got {name!r}"
+                f" slash ends those of the key, got {short(name)}"
             )
         both = index(head_dim)
         dims = head_dim if both is None else (both, both)
@@ -280,16 +280,16 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
             field_name, setting = "scale", name
         elif bits != 16 and name in codebook.TABLES:
             field_name, setting = "table", name
-        elif bits != 16 and re.fullmatch(r"seed\d{1,20}", name):
+        elif bits != 16 and re.fullmatch(r"seed\d{1,20}", name, re.ASCII):
             field_name, setting = "seed", int(name[4:])
         elif bits != 16 and name.startswith("[") and name.endswith("]"):
             field_name, setting = "table", _parse_levels(name)
         else:
             tables = [table for table in codebook.TABLES if bits in codebook.widths(table)]
             allowed = list(DTYPES) if bits == 16 else [*tables, "[levels]", *_SCALES, "f16", "f32", "seed<n>"]
-            raise InputError(f"an option of {side[0]}{bits} is one of {allowed}, got {name!r}")
+            raise InputError(f"an option of {side[0]}{bits} is one of {allowed}, got {short(name)}")
         if field_name in options:
-            raise InputError(f"{side[0]}{bits} names its {field_name} twice: {':'.join(names)}")
+            raise InputError(f"{side[0]}{bits} names its {field_name} twice: {cut(':'.join(names))}")
         options[field_name] = setting
     if bits == 16:
         options.setdefault("dtype", dtype)
@@ -299,5 +299,5 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
 def _parse_levels(text: str) -> tuple[float, ...]:
     numbers = text[1:-1].split(",")
     if not all(re.fullmatch(_NUMBER, x, re.ASCII) for x in numbers):
-        raise InputError(f"levels must be decimal numbers separated by commas, got {text!r}")
+        raise InputError(f"levels must be decimal numbers separated by commas, got {short(text)}")
     return tuple(float(x) for x in numbers)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, short
 
 CODE_BITS = (2, 3, 4, 5, 6, 8)
 
@@ -108,8 +108,8 @@ def table(name: str, bits: int) -> Levels:
             [scale * (minifloat(n, bits) - minifloat(codes - 1 - n, bits)) for n in range(codes // 2, codes)]
         )
     if name in TABLES:
-        raise InputError(f"level table {name!r} exists for {widths(name)} bits, got {bits}")
-    raise InputError(f"level table must be one of {list(TABLES)} or a list of levels, got {name!r}")
+        raise InputError(f"level table {short(name)} exists for {widths(name)} bits, got {bits}")
+    raise InputError(f"level table must be one of {list(TABLES)} or a list of levels, got {short(name)}")
 
 
 TABLES = ("lloyd-max", "int8", "cubic", "poly7", "minifloat", "uniform")

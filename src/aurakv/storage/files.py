@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import backends, checks
 from ..arguments import instance, whole
-from ..errors import AuraError, BackendError, FileError, InputError
+from ..errors import AuraError, BackendError, FileError, InputError, short
 from .cache import KVCache
 from .manifest import Manifest, read_json, same_names, shown
 from .page_table import PageTable, round_up
@@ -212,9 +212,9 @@ def _check_tensors(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
     for name in sorted(tensors):
         dtype = torch.float32 if name in offsets else torch.uint8 if name.endswith("pages") else torch.int32
         if tensors[name].dtype != dtype:
-            raise FileError(f"its tensor {name!r} must be {dtype}, got {tensors[name].dtype}")
+            raise FileError(f"its tensor {short(name)} must be {dtype}, got {tensors[name].dtype}")
         if _digest(tensors[name]) != manifest.checksums[name]:
-            raise FileError(f"its tensor {name!r} is corrupted: the checksum differs")
+            raise FileError(f"its tensor {short(name)} is corrupted: the checksum differs")
     _expect(tensors, "lengths", None)
     for name in sorted(tensors.keys() & offsets.keys()):
         _expect(tensors, name, manifest.kv_heads, offsets[name].dim)
@@ -276,7 +276,7 @@ def _expect(tensors: dict[str, Tensor], name: str, *shape: int | None) -> torch.
     given = tensors[name].shape
     if len(given) != len(shape) or any(b not in (None, a) for a, b in zip(given, shape, strict=True)):
         wanted = ", ".join("n" if size is None else str(size) for size in shape)
-        raise FileError(f"its tensor {name!r} must have the shape [{wanted}], got {list(given)}")
+        raise FileError(f"its tensor {short(name)} must have the shape [{wanted}], got {list(given)}")
     return given
 
 

@@ -42,7 +42,7 @@ class PagePool:
         check_finite("value_offset", value_offset)
         self.format, self.page_size, self.growable = format, page_size, growable
         self.key_offset, self.value_offset = key_offset, value_offset
-        self.data = allocate(format, page_size, num_pages, kv_heads, device)
+        self.data = _allocate(format, page_size, num_pages, kv_heads, device)
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # taken from the end: lowest index first
 
@@ -114,7 +114,7 @@ class PagePool:
     def _replace(self, page_size: int, num_pages: int) -> None:
         if num_pages > MAX_PAGES:
             raise CapacityError(f"a pool has at most {MAX_PAGES} pages, needs {num_pages}")
-        fresh = allocate(self.format, page_size, num_pages, self.kv_heads, self.device)
+        fresh = _allocate(self.format, page_size, num_pages, self.kv_heads, self.device)
         old = self.num_pages
         if page_size == self.page_size:
             fresh[:old] = self.data
@@ -123,3 +123,19 @@ class PagePool:
         self.data, self.page_size = fresh, page_size
         self._references += [0] * (num_pages - old)
         self._free = [*range(num_pages - 1, old - 1, -1), *self._free]
+
+
+def _allocate(format: Format, page_size: int, num_pages: int, kv_heads: int, device: torch.device) -> Tensor:
+    """Memory for so many pages, or one sentence where the device has not that much."""
+    size = format.layout(page_size).bytes * num_pages * kv_heads
+    try:
+        if size >= 2**62:  # more than any address
+            raise MemoryError
+        return allocate(format, page_size, num_pages, kv_heads, device)
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "memory" not in str(error):
+            raise
+        raise CapacityError(
+            f"{num_pages} pages of {page_size} tokens and {kv_heads} KV heads must fit into the memory of {device},"
+            f" got {size} bytes"
+        ) from error
