@@ -14,12 +14,13 @@ pytest.importorskip("rich", reason="rich is not installed")
 import aurakv
 from aurakv import cli, models
 from aurakv.calibration.policy import LayerPolicy, Policy
-from aurakv.cli import frame
+from aurakv.cli import arguments
+from aurakv.cli.screen import Screen
 from aurakv.errors import InputError
 from aurakv.storage.uncompressed import Uncompressed
 from tools import make_cli_docs
 
-# frame
+# what all commands share
 
 
 @pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2] for c in cli.COMMANDS])
@@ -40,8 +41,8 @@ def test_the_page_about_the_commands_is_current():
     assert make_cli_docs.PAGE.read_text(encoding="utf-8") == make_cli_docs.page(), "make docs writes it anew"
 
 
-def test_no_command(refused):
-    assert "COMMAND" in refused()
+def test_no_command(call, refused):
+    assert call() == (0, call("--help")[1], "")
     assert "choose from" in refused("nonsense")
 
 
@@ -68,11 +69,11 @@ def test_closed_pipe():
     ("text", "bytes"), [("1.5e9", 1_500_000_000), ("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("8g", 8 * 2**30), ("7", 7)]
 )
 def test_sizes(text, bytes):
-    assert frame.size(text) == bytes
+    assert arguments.size(text) == bytes
 
 
 def test_names():
-    assert frame.names("k4v4, k2:[-1,0,1,2]/v4") == ["k4v4", "k2:[-1,0,1,2]/v4"]
+    assert arguments.names("k4v4, k2:[-1,0,1,2]/v4") == ["k4v4", "k2:[-1,0,1,2]/v4"]
 
 
 def fail_with(error):
@@ -210,11 +211,12 @@ def test_chat(call, small, monkeypatch):
 
 
 def test_reused_cache_gives_the_same_answer(small):
-    from aurakv.cli import generate, loading
+    from aurakv.cli import loading
+    from aurakv.cli.chat import Chat
 
     args = cli.parser().parse_args(["generate", "--model", str(small), "--temperature", "0", "--max-tokens", "12"])
     args.json = True
-    chat = generate.Chat(loading.load(args, frame.Screen(args)), args)
+    chat = Chat(loading.load(args, Screen(args)), args, Screen(args))
     chat.answer("one", lambda text: None)
     again = chat.answer("two", lambda text: None)
     assert again["reused_tokens"] > 0
@@ -225,16 +227,16 @@ def test_reused_cache_gives_the_same_answer(small):
 
 
 def test_chat_goes_on_after_an_interrupt(call, small, monkeypatch):
-    from aurakv.cli import generate
+    from aurakv.cli.chat import Stream
 
-    lines, put = ["first", "second", "/quit"], generate.Stream.put
+    lines, put = ["first", "second", "/quit"], Stream.put
 
     def interrupt(self, value):
         put(self, value)
         if len(lines) == 2 and len(self.times) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate.Stream, "put", interrupt)
+    monkeypatch.setattr(Stream, "put", interrupt)
     monkeypatch.setattr("sys.stdin", Typing())
     monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
     code, _, err = call("generate", "--model", small, *GREEDY)
@@ -326,7 +328,7 @@ def demo_ids(folder, tokens, *options):
     from aurakv.cli import demo, loading
 
     args = cli.parser().parse_args(["demo", "--model", str(folder), "--tokens", str(tokens), "--json", *options])
-    return demo._prompt(args, loading.load(args, frame.Screen(args)))
+    return demo._prompt(args, loading.load(args, Screen(args)))
 
 
 def demo_text(folder, tokens):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import torch  # noqa: E402
 
+from aurakv.calibration import statistics  # noqa: E402
 from aurakv.calibration.policy import LayerPolicy, Policy  # noqa: E402
 from aurakv.cli import eval as command  # noqa: E402
 from aurakv.cli import eval_plot  # noqa: E402
@@ -222,3 +224,82 @@ def test_committed_results_are_used(policy):
         assert (work._find({**key, "weights": "x"}) is None) == (name == policy)
     assert work._find({**work._keys(shared, "uncompressed")[policy], "policy": "another"}) is None
     assert work._find({**work._keys(shared, "uncompressed")[policy], "format": "my.json"}) is None
+
+
+def test_a_row_that_fails_does_not_end_the_others(call, small, tmp_path, monkeypatch):
+    """The rows before and behind it are measured and saved, and the failed one is measured when the command goes on."""
+    whole = AuraCache.update
+
+    def update(self, *args, **options):
+        if self.formats[0].startswith("k8v4") and broken:
+            raise ZeroDivisionError("built by somebody else")
+        return whole(self, *args, **options)
+
+    broken, path = [True], tmp_path / "rows.json"
+    monkeypatch.setattr(AuraCache, "update", update)
+    monkeypatch.setattr(AuraCache, "formats", property(lambda self: [str(f) for f in made[id(self)]]), raising=False)
+    made = {}
+    start = AuraCache.__init__
+
+    def init(self, config, name=None, **options):
+        made[id(self)] = [name]
+        start(self, config, name, **options)
+
+    monkeypatch.setattr(AuraCache, "__init__", init)
+    args = ("eval", "--model", small, *ARGS, "--resume", path, "--formats", "k4v4,k8v4,k8v8")
+    code, out, err = call(*args, "--json")
+    assert code == 2
+    found = json.loads(out)
+    assert [row["name"] for row in found["rows"]] == ["uncompressed", "k4v4", "k8v8"]
+    label = "alice (built in): k8v4"
+    assert found["failed"] == {label: "ZeroDivisionError: built by somebody else"}
+    assert f"{label} failed: ZeroDivisionError: built by somebody else" in err
+    assert err.splitlines()[-1].startswith("aurakv eval: 1 row could not be measured: alice (built in): k8v4: Zero")
+    assert {entry["key"]["format"] for entry in Results(path).entries} == {"uncompressed", "k4v4", "k8v8"}
+    broken.clear()
+    code, out, _ = call(*args, "--json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)["rows"]] == ["uncompressed", "k4v4", "k8v4", "k8v8"]
+
+
+def test_rows_are_saved_one_by_one(call, small, tmp_path, monkeypatch):
+    saved = []
+    whole = Results.save
+    monkeypatch.setattr(Results, "save", lambda self: (saved.append(len(self.entries)), whole(self)))
+    code, _, err = call("eval", "--model", small, *ARGS, "--resume", tmp_path / "rows.json", "--formats", "k4v4,k8v8")
+    assert code == 0
+    assert saved == [2, 3], "the uncompressed model and a row, then another row"
+    lines = [line for line in err.splitlines() if "measured in" in line]
+    assert [line.rpartition(":")[0] for line in lines] == ["alice (built in): k4v4", "alice (built in): k8v8"]
+
+
+def test_warnings_name_their_row(call, small, monkeypatch):
+    whole = AuraCache.update
+
+    def update(self, *args, **options):
+        warnings.warn("keys do not survive k4v4 in layer 0", stacklevel=2)
+        return whole(self, *args, **options)
+
+    monkeypatch.setattr(AuraCache, "update", update)
+    _, _, err = call("eval", "--model", small, *ARGS, "--formats", "k4v4,plain:k4v4")
+    said = [line for line in err.splitlines() if "survive" in line]
+    assert [line.partition(": keys")[0] for line in said] == ["alice (built in): k4v4", "alice (built in): plain:k4v4"]
+
+
+def test_the_uncompressed_model_runs_once_for_all_rows(answer, small, monkeypatch):
+    runs = []
+    whole = transformers.DynamicCache.__init__
+    monkeypatch.setattr(transformers.DynamicCache, "__init__", lambda self, **k: (runs.append(1), whole(self, **k))[1])
+    args = ("eval", "--model", small, *ARGS, "--formats", "k4v4,k8v8,k8v4")
+    first = answer(*args)["rows"]
+    assert len(runs) == 1
+    monkeypatch.setattr("aurakv.evaluation.measure.HELD", 0)
+    again = answer(*args)["rows"]
+    assert len(runs) == 4, "what it predicts is too much to be held"
+    drop = {"seconds": 0}
+    assert [{**row, **drop} for row in first] == [{**row, **drop} for row in again]
+
+
+@pytest.mark.parametrize(("nats", "said"), [(0.2504, "0.2504"), (0.75, "0.75"), (0.2500001, "0.2500001"), (3.2, "3.2")])
+def test_a_number_can_be_told_from_its_limit(nats, said):
+    assert statistics._apart(nats, 0.25) == said

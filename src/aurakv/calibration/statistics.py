@@ -151,6 +151,12 @@ def wider(bits: int, dim: int, device: torch.device) -> list[int]:
     return [width for width in widths if width > bits] or [16]
 
 
+def _apart(number: float, limit: float) -> str:
+    """With as many digits as it takes to tell a number from a limit, two at least."""
+    texts = [f"{number:.{digits}g}" for digits in range(2, 18)]
+    return next((text for text in texts if float(text) != limit), texts[0])
+
+
 class Check(NamedTuple):
     """Whether keys survive being stored, judged by the tokens of one sequence, k and q [heads, t, dim], whose `first`
     ones are exact. Without queries, or what scores them, only the keys themselves can be looked at."""
@@ -168,9 +174,11 @@ class Check(NamedTuple):
     def finding(self, layer: LayerPolicy) -> str:
         if self.q is None or self.scoring is None:
             share = blurred(layer, self.k, self.first)
-            return f"their error is {share:.2g} of what most channels vary by where {BLURRED} are tolerated"
+            return (
+                f"their error is {_apart(share, BLURRED)} of what most channels vary by where {BLURRED} are tolerated"
+            )
         nats = moved(layer, self.k, self.q, self.scoring, self.first)
-        return f"attention moves by {nats:.2g} nats where {LOST} are tolerated"
+        return f"attention moves by {_apart(nats, LOST)} nats where {LOST} are tolerated"
 
     def widened(self, layer: LayerPolicy) -> LayerPolicy:
         """The layer with the narrowest keys of `wider` that survive; 16 bits if no codes do."""

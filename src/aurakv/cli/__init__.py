@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..errors import AuraError, missing
-from . import bench, demo, eval, frame, generate, info, plan, tune
+from ..errors import AuraError, cut, missing
+from . import arguments, bench, demo, eval, generate, info, plan, tune
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -19,17 +19,18 @@ COMMANDS: tuple[ModuleType, ...] = (demo, generate, eval, tune, bench, plan, inf
 
 _EXTRAS = {"rich": "cli", "matplotlib": "cli", "safetensors": "files", "triton": "gpu"}
 _EXTRAS |= dict.fromkeys(("transformers", "tokenizers", "accelerate", "gguf", "huggingface_hub"), "hf")
+LONGEST = 800  # characters of an error, whoever made it
 _WITH_MODEL = ("demo", "generate", "eval", "tune")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = frame.Parser(
+    made = arguments.Parser(
         prog="aurakv",
         description="A KV cache at 2-8 bits per coordinate, with attention computed directly on the packed codes.",
         epilog="aurakv COMMAND --help explains a command and shows examples.",
     )
     made.add_argument("--version", action="version", version=f"aurakv {__version__}")
-    subparsers = made.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    subparsers = made.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in COMMANDS:
         command.add(subparsers)
     return made
@@ -37,10 +38,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code. What a user can do something about is one sentence on stderr and the code 2."""
-    args, unknown = parser().parse_known_args(argv)
+    made = parser()
+    args, unknown = made.parse_known_args(argv)
+    if args.command is None and not unknown:
+        made.print_help()
+        return 0
+    if args.command is None:
+        made.error(f"unrecognized arguments: {' '.join(unknown)}")
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the help of the command, not of all
     try:
+        args.check(args)
         args.run(args)
         sys.stdout.flush()
     except AuraError as error:
@@ -55,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        return _fail(args, f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        named = error.filename and error.strerror
+        return _fail(args, f"{cut(str(error.filename), 200)}: {error.strerror}" if named else str(error))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -63,5 +72,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(args: argparse.Namespace, sentence: str) -> int:
-    print(f"aurakv {args.command}: {' '.join(sentence.split())}", file=sys.stderr)
+    print(f"aurakv {args.command}: {cut(' '.join(sentence.split()), LONGEST)}", file=sys.stderr)
     return 2

@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..bench import machine, model
-from ..errors import InputError
-from . import demo_plot, frame, loading
+from ..errors import InputError, cut
+from . import arguments, loading
+from .screen import Screen, bytes_text, counted
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..bench import model
     from ..evaluation import Row
 
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
@@ -20,7 +21,7 @@ CHUNK = 2048  # tokens that are read at a time: the first ones centre the keys, 
 
 
 def add(subparsers: Any) -> None:
-    parser = frame.command(
+    parser = arguments.command(
         subparsers,
         "demo",
         run,
@@ -35,11 +36,12 @@ def add(subparsers: Any) -> None:
             "aurakv demo --formats k8v4,k4v4 --tokens 2K --picture demo.png",
             'aurakv demo --model path/to/model --file report.txt --question "What is the conclusion?"',
         ],
+        check,
     )
-    parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
+    parser.add_argument("--formats", type=arguments.names, default=FORMATS, metavar="LIST",
                         help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
-    parser.add_argument("--tokens", type=frame.tokens, default=4352, help="of the prompt (default 4352)")
-    parser.add_argument("--new", type=frame.tokens, default=48, help="tokens to generate (default 48)")
+    parser.add_argument("--tokens", type=arguments.tokens, default=4352, help="of the prompt (default 4352)")
+    parser.add_argument("--new", type=arguments.tokens, default=48, help="tokens to generate (default 48)")
     parser.add_argument("--file", type=Path, help="a text to read (default two chapters of Alice in Wonderland)")
     parser.add_argument("--question", help="what to ask about the text (default none: the model goes on with it)")
     parser.add_argument("--picture", type=Path, default=Path("aurakv-demo.png"), metavar="FILE",
@@ -47,20 +49,26 @@ def add(subparsers: Any) -> None:
     loading.add_options(parser)
 
 
-def run(args: argparse.Namespace) -> None:
-    from ..evaluation.tensors import bytes_of
-    from ..hf.choose import UNCOMPRESSED
+def check(args: argparse.Namespace) -> None:
+    if arguments.UNCOMPRESSED in args.formats or len(set(args.formats)) < len(args.formats):
+        raise InputError(f"--formats must name compressed formats, each once, got {cut(','.join(args.formats))}")
+    arguments.picture(args.picture)
 
-    screen = frame.Screen(args)
-    if UNCOMPRESSED in args.formats or len(set(args.formats)) < len(args.formats):
-        raise InputError(f"--formats must name compressed formats, each once, got {','.join(args.formats)}")
-    frame.picture(args.picture)
+
+def run(args: argparse.Namespace) -> None:
+    from ..bench import machine, model
+    from ..evaluation.tensors import bytes_of
+    from . import demo_plot
+
+    screen = Screen(args)
     loaded = loading.load(args, screen)
     ids = _prompt(args, loaded)
     rows, runs = _read(args, loaded, ids, screen)
     with screen.progress("decoding", args.new * len(runs)) as step:
         model.decode(runs, args.new, step)
     results = []
+    whole, kept = bytes_of(runs[0].cache), loaded.model.dtype.itemsize
+    sizes = {f"of_{bits}": whole * width / kept for bits, width in (("float32", 4), ("bfloat16", 2))}
     base, expected = runs[0], _text(loaded.tokenizer, runs[0].tokens)
     for row, run in zip(rows, runs, strict=True):
         results.append(
@@ -69,6 +77,7 @@ def run(args: argparse.Namespace) -> None:
                 "bytes": bytes_of(run.cache),
                 "bytes_per_token": bytes_of(run.cache) / run.cache.get_seq_length(),
                 "tokens_per_second": run.tokens_per_second,
+                "times_smaller": {name: size / bytes_of(run.cache) for name, size in sizes.items()},
                 "times_faster": run.tokens_per_second / base.tokens_per_second,
                 "kl": row.kl,
                 "top1": row.top1,
@@ -88,6 +97,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _prompt(args: argparse.Namespace, loaded: loading.Loaded) -> torch.Tensor:
     """The ids [1, tokens] of the text, cut to fit, and of the question behind it if there is one."""
+    import torch
+
     from ..evaluation import texts
 
     tokenizer = loaded.tokenizer
@@ -120,9 +131,10 @@ def _around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
 
 
 def _read(
-    args: argparse.Namespace, loaded: loading.Loaded, ids: torch.Tensor, screen: frame.Screen
+    args: argparse.Namespace, loaded: loading.Loaded, ids: torch.Tensor, screen: Screen
 ) -> tuple[list[Row], list[model.Run]]:
     """Let all caches read the prompt, comparing the predictions on the way; they hold it afterwards."""
+    from ..bench import model
     from ..evaluation import compare
     from ..hf.choose import UNCOMPRESSED, choose
 
@@ -130,7 +142,7 @@ def _read(
 
     def maker(name: str) -> Any:
         def make() -> Any:
-            with frame.entry(name):
+            with arguments.entry(name):
                 cache = choose(loaded.model, name)
             made[name] = model.Run(name, loaded.model, cache, loaded.model.config._attn_implementation)
             return cache
@@ -147,19 +159,26 @@ def _read(
     return rows, list(made.values())
 
 
-def _show(screen: frame.Screen, results: list[dict[str, Any]], facts: dict[str, Any], count: int) -> None:
+def _show(screen: Screen, results: list[dict[str, Any]], facts: dict[str, Any], count: int) -> None:
     base = results[0]
     screen.say(
         f"{facts['model']} ({facts['dtype']}) with a prompt of {facts['prompt_tokens']:,} tokens, on {facts['device']},"
-        f" {facts['threads']} threads"
+        f" {counted(facts['threads'], 'thread')}"
     )
-    screen.table(
-        "",
-        ["cache", ">held", ">bytes a token", ">smaller", ">tokens/s", ">faster", ">KL", ">same top choice"],
-        [(r["cache"], frame.bytes_text(r["bytes"]), f"{r['bytes_per_token']:,.0f}",
-          f"{base['bytes'] / r['bytes']:.2f}x", f"{r['tokens_per_second']:.1f}", f"{r['times_faster']:.2f}x",
-          f"{r['kl']:.4f}" if r is not base else "", f"{r['top1']:.1%}" if r is not base else "") for r in results],
-    )  # fmt: skip
+    columns = [">held", ">bytes a token", ">than float32", ">than bfloat16", ">tokens/s", ">faster", ">KL"]
+    rows = []
+    for row in results:
+        smaller = row["times_smaller"]
+        cells = [row["cache"], bytes_text(row["bytes"]), f"{row['bytes_per_token']:,.0f}"]
+        cells += [f"{smaller['of_float32']:.2f}x", f"{smaller['of_bfloat16']:.2f}x"]
+        cells += [f"{row['tokens_per_second']:.1f}", f"{row['times_faster']:.2f}x"]
+        rows.append([*cells, *(["", ""] if row is base else [f"{row['kl']:.4f}", f"{row['top1']:.1%}"])])
+    screen.table("", ["cache", *columns, ">same top choice"], rows)
+    screen.say(
+        "than float32, than bfloat16: times smaller than an uncompressed cache of that type;\n"
+        f"faster: decoding, against the uncompressed cache in {facts['dtype']};\n"
+        "KL, same top choice: predictions against those of the uncompressed model"
+    )
     screen.table(
         f"the next {count} tokens",
         ["cache", "text", ">first words like uncompressed"],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.plot import COLOURS, INK, MUTED, RIVAL, figure
-from . import frame
+from .screen import bytes_text, counted
 
 
 def save(results: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:
@@ -16,7 +16,7 @@ def save(results: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path) -
     colours = [RIVAL if row is base else COLOURS[0] for row in rows]
     names = [row["cache"] for row in rows]
     panels = (
-        ("Bytes the cache holds", [row["bytes"] for row in rows], lambda r: _times(r, base, "bytes", "smaller")),
+        ("Bytes held: times smaller than float32, bfloat16", [row["bytes"] for row in rows], lambda r: _size(r, base)),
         ("Decoding, tokens/s", [row["tokens_per_second"] for row in rows], lambda r: _speed(r, base)),
         (
             "Same top choice",
@@ -41,7 +41,8 @@ def save(results: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path) -
     )  # fmt: skip
     versions = facts["versions"]
     how = (
-        f"k4v4: 4-bit keys, 4-bit values. Measured by aurakv demo on {facts['device']}, {facts['threads']} threads,"
+        f"k4v4: 4-bit keys, 4-bit values. Measured by aurakv demo on {facts['device']},"
+        f" {counted(facts['threads'], 'thread')},"
         f" {facts['dtype']}; torch {versions['torch']}, transformers {versions['transformers']}"
     )
     made.supxlabel(how, x=0.014, ha="left", fontsize=8.5, color=MUTED)
@@ -57,9 +58,11 @@ def _label(axis: Any, at: int, length: float, longest: float, text: str) -> None
     )  # fmt: skip
 
 
-def _times(row: dict[str, Any], base: dict[str, Any], name: str, word: str) -> str:
-    held = frame.bytes_text(row[name])
-    return held if row is base else f"{held}, {base[name] / row[name]:.1f}x {word}"
+def _size(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """Ratios of float32 and of bfloat16, in this order; the title of the panel says so."""
+    times = row["times_smaller"]
+    ratios = f"{times['of_float32']:.1f}x, {times['of_bfloat16']:.1f}x"
+    return bytes_text(row["bytes"]) if row is base else f"{bytes_text(row['bytes'])}: {ratios}"
 
 
 def _speed(row: dict[str, Any], base: dict[str, Any]) -> str:

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench import machine
-from ..calibration.policy import Policy, shipped
-from ..errors import InputError
-from . import eval_plot, frame, loading
+from ..errors import AuraError, InputError, cut
+from . import arguments, loading
+from .screen import Screen, counted
 
 if TYPE_CHECKING:
+    from ..calibration.policy import Policy
     from ..evaluation.results import Results
 
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
 BUILTIN = "alice (built in)"
 PLAIN = "plain:"
-GROUP = 8  # caches that share one run of the uncompressed model; their rows are saved together
 CHUNK = 256  # tokens at a time: what an AuraCache computes does not depend on it
 RIVAL_CHUNK = 64  # quantised caches of transformers then see as many unquantised tokens as in decoding, on average
 NEEDLES = (1024, 2048, 4096, 8192)
 
 
 def add(subparsers: Any) -> None:
-    parser = frame.command(
+    parser = arguments.command(
         subparsers,
         "eval",
         run,
@@ -43,19 +45,20 @@ def add(subparsers: Any) -> None:
             "aurakv eval --rivals --needle --resume quality.json",
             "aurakv eval --resume quality.json --plot quality.png --formats k4v4  # go on, or draw again",
         ],
+        check,
     )
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE",
                         help="text files (default two chapters of Alice in Wonderland)")  # fmt: skip
-    parser.add_argument("--tokens", type=frame.tokens, default=2048, help="of each text (default 2048)")
-    parser.add_argument("--formats", type=frame.names, default=FORMATS, metavar="LIST",
+    parser.add_argument("--tokens", type=arguments.tokens, default=2048, help="of each text (default 2048)")
+    parser.add_argument("--formats", type=arguments.names, default=FORMATS, metavar="LIST",
                         help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
-    parser.add_argument("--every", type=frame.count, default=1,
+    parser.add_argument("--every", type=arguments.count, default=1,
                         help="compare each n-th prediction only, to save time (default 1)")  # fmt: skip
     parser.add_argument("--rivals", action="store_true",
                         help="also transformers' quantised caches (if installed) and vLLM's (simulated)")  # fmt: skip
     parser.add_argument("--needle", action="store_true",
                         help="also hide five facts in the text and ask for each, at 1K to 8K tokens")  # fmt: skip
-    parser.add_argument("--lengths", type=frame.token_list, metavar="LIST",
+    parser.add_argument("--lengths", type=arguments.token_list, metavar="LIST",
                         help="of texts with needles (default 1K,2K,4K,8K, as far as model and text go)")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="save a picture of KL against bytes")
     parser.add_argument("--resume", type=Path, metavar="FILE",
@@ -63,19 +66,25 @@ def add(subparsers: Any) -> None:
     loading.add_options(parser)
 
 
-def run(args: argparse.Namespace) -> None:
-    from ..evaluation import rivals, texts
-    from ..evaluation.results import Results, model_key, policy_key
-
-    screen = frame.Screen(args)
+def check(args: argparse.Namespace) -> None:
     if len(set(args.formats)) < len(args.formats):
-        raise InputError(f"--formats must name each format once, got {','.join(args.formats)}")
+        raise InputError(f"--formats must name each format once, got {cut(','.join(args.formats))}")
     if args.lengths is not None and not args.needle:
         raise InputError("--lengths belongs to --needle: it says how long the texts with needles are")
     if args.plot is not None:
-        frame.picture(args.plot)
+        arguments.picture(args.plot)
     if args.resume is not None:
-        frame.in_folder(args.resume)
+        arguments.in_folder(args.resume)
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..bench import machine
+    from ..calibration.policy import Policy, shipped
+    from ..evaluation import rivals, texts
+    from ..evaluation.results import Results, model_key, policy_key
+    from . import eval_plot
+
+    screen = Screen(args)
     read = {path.stem: texts.read(path) for path in args.text} if args.text else {BUILTIN: texts.builtin()}
     if args.text and len(read) < len(args.text):
         raise InputError("--text must name files with different names")
@@ -91,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     policies: dict[str, Policy] = {}
     makers: dict[str, Callable[[], Any]] = {}
     for name in names:
-        with frame.entry(name):
+        with arguments.entry(name):
             policy = Policy.find(name)
             makers[name] = maker(name, loaded.model.config, policy)
         if policy is not None:
@@ -109,22 +118,26 @@ def run(args: argparse.Namespace) -> None:
     rows = [row for name, text in read.items() for row in work.measure(name, text)]
     needles = [row for name, text in read.items() for row in work.search(name, text)] if args.needle else []
     _show(screen, rows, needles)
-    if args.plot is not None:
+    if args.plot is not None and rows:
         eval_plot.save({loaded.name: rows}, args.plot)
         screen.say(f"picture: {args.plot}")
-    screen.result({**results.facts, "rows": rows, "needles": needles, "picture": args.plot and str(args.plot)})
+    found = {"rows": rows, "needles": needles, "failed": work.failed}
+    screen.result({**results.facts, **found, "picture": args.plot and str(args.plot)})
+    if work.failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in work.failed.items())
+        raise AuraError(f"{counted(len(work.failed), 'row')} could not be measured: {reasons}")
 
 
 def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], Any]:
-    """What makes the cache of a name: a policy, a rival, codes alone, or whatever AuraCache makes of it. It is tried
-    once."""
+    """What makes the cache of a name: a policy, a rival, codes alone, or whatever AuraCache makes of it. Ours is
+    tried once."""
     from ..evaluation import rivals
     from ..hf import AuraCache
 
     if policy is not None:
         make: Callable[[], Any] = lambda: AuraCache(config, policy)  # noqa: E731
     elif name in rivals.names():
-        make = lambda: rivals.make(name, config)  # noqa: E731
+        return lambda: rivals.make(name, config)  # what goes wrong in another library costs its row alone
     elif name.startswith(PLAIN):
         make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0, calibrate=False)  # noqa: E731
     else:
@@ -138,17 +151,18 @@ class Work:
     """One evaluation: it measures what its results do not have yet."""
 
     args: argparse.Namespace
-    screen: frame.Screen
+    screen: Screen
     loaded: loading.Loaded
     results: Results
     makers: dict[str, Callable[[], Any]]
     mark: dict[str, str]  # of the model, in every key
     marks: dict[str, dict[str, str]]  # of policies, by their names
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # rows that could not be measured, and why
 
     def measure(self, text_name: str, text: str) -> list[dict[str, Any]]:
         """The rows of a text, the uncompressed model first."""
         from ..evaluation import compare, ids_of, rivals
-        from ..evaluation.measure import REFERENCE
+        from ..evaluation.measure import REFERENCE, Expected
         from ..evaluation.results import text_key
 
         model = self.loaded.model
@@ -156,22 +170,18 @@ class Work:
         shared = {"kind": "text", "model": self.loaded.name, "dtype": str(model.dtype), "text": text_name,
                   "ids": text_key(ids), "tokens": ids.shape[1], "every": self.args.every}  # fmt: skip
         keys = self._keys(shared, REFERENCE)
-        missing = [name for name in self.makers if self._find(keys[name]) is None]
-        for chunk, group in _groups(missing, rivals.QUANTISED):
-            passes = (len(group) + 1) * -(-ids.shape[1] // chunk)
-            with self.screen.progress(f"{text_name}: {', '.join(group)}", passes) as step:
-                chosen = {name: self.makers[name] for name in group}
-                rows = compare(
-                    model,
-                    ids,
-                    chosen,
-                    chunk=chunk,
-                    every=self.args.every,
-                    progress=_each(step),
-                )
-            for row in rows:
-                self._add(keys[row.name], {**dataclasses.asdict(row), "chunk": chunk})
-            self.results.save()
+        held: dict[int, Expected] = {}  # by chunk: what the uncompressed model predicted
+        for name in (name for name in self.makers if self._find(keys[name]) is None):
+            chunk = RIVAL_CHUNK if name in rivals.QUANTISED else CHUNK
+            expected = held.setdefault(chunk, Expected())
+            passes = (1 if expected.row else 2) * -(-ids.shape[1] // chunk)
+            label = f"{text_name}: {name}"
+            with self._row(label), self.screen.progress(label, passes, lines=True) as step:
+                chosen = {name: self.makers[name]}
+                options = {"chunk": chunk, "every": self.args.every, "progress": _each(step), "expected": expected}
+                for row in compare(model, ids, chosen, **options):
+                    self._add(keys[row.name], {**dataclasses.asdict(row), "chunk": chunk})
+                self.results.save()
         found = {name: self._find(key) for name, key in keys.items()}
         return [{"text": text_name, **row} for row in found.values() if row is not None]
 
@@ -193,27 +203,46 @@ class Work:
             shared = {"kind": "needle", "model": self.loaded.name, "dtype": str(model.dtype), "text": text_name,
                       "ids": text_key(whole[:, :tokens]), "tokens": tokens}  # fmt: skip
             keys = self._keys(shared, REFERENCE)
-            missing = [name for name in self.makers if self._find(keys[name]) is None]
-            for _, group in _groups(missing, ()):
-                with self.screen.progress(f"{text_name}: needles in {tokens:,} tokens", len(group) + 1) as step:
+            known = self._find(keys[REFERENCE]) is not None
+            for name in (name for name in self.makers if self._find(keys[name]) is None):
+                label = f"{text_name}: needles in {tokens:,} tokens: {name}"
+                with self._row(label), self.screen.progress(label, 1 if known else 2, lines=True) as step:
                     found = search(
                         model,
                         self.loaded.tokenizer,
                         text,
-                        {name: self.makers[name] for name in group},
+                        {name: self.makers[name]},
                         tokens=tokens,
                         chunk=RIVAL_CHUNK if self.args.rivals else CHUNK,
+                        reference=not known,
                         progress=_each(step),
                     )
-                for name, needles in itertools.groupby(found, key=lambda needle: needle.name):
-                    listed = [dataclasses.asdict(needle) for needle in needles]
-                    self._add(keys[name], {"name": name, "needles": listed})
-                self.results.save()
+                    for each, needles in itertools.groupby(found, key=lambda needle: needle.name):
+                        listed = [dataclasses.asdict(needle) for needle in needles]
+                        self._add(keys[each], {"name": each, "needles": listed})
+                    self.results.save()
+                    known = True
             for key in keys.values():
                 row = self._find(key)
                 if row is not None:
                     rows += [{"text": text_name, **needle} for needle in row["needles"]]
         return rows
+
+    @contextlib.contextmanager
+    def _row(self, label: str) -> Iterator[None]:
+        """What goes wrong with one row does not end the others, and warnings say which row they are about."""
+        began = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *where: self.screen.note(f"{label}: {message}")
+            try:
+                yield
+            except Exception as error:  # of any library that has a cache
+                reason = cut(" ".join(f"{type(error).__name__}: {error}".split()), 200)
+                self.failed[label] = reason
+                self.screen.note(f"{label} failed: {reason}")
+            else:
+                if not self.screen.err.is_terminal:
+                    self.screen.note(f"{label}: measured in {time.monotonic() - began:.0f} s")
 
     def _keys(self, shared: dict[str, Any], reference: str) -> dict[str, dict[str, Any]]:
         """The key of each cache: its name, and what tells others of that name apart."""
@@ -224,6 +253,8 @@ class Work:
 
     def _find(self, key: dict[str, Any]) -> dict[str, Any] | None:
         """Rows without marks count where the name says enough: of formats, and policies that come with the package."""
+        from ..calibration.policy import shipped
+
         return self.results.find(key, unmarked="policy" not in key or key["format"] in shipped())
 
     def _add(self, key: dict[str, Any], row: dict[str, Any]) -> None:
@@ -238,21 +269,11 @@ class Work:
         return tokens
 
 
-def _groups(names: Sequence[str], others: Collection[str]) -> Iterator[tuple[int, list[str]]]:
-    """(chunk, names) that run side by side."""
-    for chunk, chosen in (
-        (CHUNK, [n for n in names if n not in others]),
-        (RIVAL_CHUNK, [n for n in names if n in others]),
-    ):
-        for start in range(0, len(chosen), GROUP):
-            yield chunk, chosen[start : start + GROUP]
-
-
 def _each(step: Callable[..., None]) -> Callable[[int, int], None]:
     return lambda done, total: step()
 
 
-def _show(screen: frame.Screen, rows: Sequence[dict[str, Any]], needles: Sequence[dict[str, Any]]) -> None:
+def _show(screen: Screen, rows: Sequence[dict[str, Any]], needles: Sequence[dict[str, Any]]) -> None:
     columns = (">perplexity", ">change", ">KL", ">same top choice", ">bytes/token", ">tokens from codes", ">seconds")
     for text, group in itertools.groupby(rows, key=lambda row: row["text"]):
         listed = list(group)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from .. import __version__
+from . import arguments
+from .screen import Screen, bytes_text
 
-from .. import __version__, backends, models
-from ..bench import machine
-from . import frame
+if TYPE_CHECKING:
+    import torch
 
 
 def add(subparsers: Any) -> None:
-    frame.command(
+    arguments.command(
         subparsers,
         "info",
         run,
@@ -24,12 +25,15 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    screen = frame.Screen(args)
+    from .. import models
+    from ..bench import machine
+
+    screen = Screen(args)
     rows = [_device(device) for device in machine.devices()]
     versions = {"aurakv": __version__, **machine.versions()}
     model = models.path()
     for row in rows:
-        memory = "" if row["memory"] is None else f", {frame.bytes_text(row['memory'])} of memory"
+        memory = "" if row["memory"] is None else f", {bytes_text(row['memory'])} of memory"
         screen.table(
             f"{row['device']}: {row['name']}{memory}",
             ["backend", "", "why not"],
@@ -42,6 +46,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
+    from .. import backends
+    from ..bench import machine
+
     return {
         "device": str(device),
         "name": machine.device_name(device),

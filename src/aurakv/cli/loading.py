@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+from ..errors import InputError, cut, short
+from . import arguments
+from .screen import Screen
 
-from .. import models
-from ..errors import InputError
-from ..format.codec import DTYPES
-from . import frame
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT = "SmolLM2-135M-Instruct"
 
@@ -34,23 +34,32 @@ class Loaded(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"local path or hub id (default {DEFAULT}, which needs no hub)")
     parser.add_argument("--device", help="cpu, cuda, … (default a GPU that torch can use, else the CPU)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the model (default f32 on a CPU, bf16 elsewhere)")
-    parser.add_argument("--threads", type=frame.threads, help="of the CPU (default what torch takes)")
+    parser.add_argument("--dtype", choices=arguments.DTYPES, help="of the model (default f32 on a CPU, bf16 elsewhere)")
+    parser.add_argument("--threads", type=arguments.threads, help="of the CPU (default what torch takes)")
 
 
 def device(args: argparse.Namespace) -> torch.device:
     """The device that was asked for, if torch can use it here."""
+    import torch
+
     if args.device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=args.device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise InputError(f"--device must be a device that torch can use here, got {args.device!r}: {reason}") from None
+        raise InputError(
+            f"--device must be a device that torch can use here, got {short(args.device)}: {cut(reason, 200)}"
+        ) from None
 
 
-def load(args: argparse.Namespace, screen: frame.Screen) -> Loaded:
+def load(args: argparse.Namespace, screen: Screen) -> Loaded:
     """The model and its tokenizer, with a line on stderr while it takes time."""
+    import torch
+
+    from .. import models
+    from ..format.codec import DTYPES
+
     place = device(args)
     if args.threads is not None:
         torch.set_num_threads(args.threads)

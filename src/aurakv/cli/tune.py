@@ -6,16 +6,21 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..calibration.policy import FIRST, Policy
 from ..errors import InputError
-from ..format.codec import Format
-from . import frame, loading
+from . import arguments, loading
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..calibration.policy import Policy
+    from ..format.codec import Format
+
+FIRST = 4  # as of a model without a policy
 
 
 def add(subparsers: Any) -> None:
-    parser = frame.command(
+    parser = arguments.command(
         subparsers,
         "tune",
         run,
@@ -31,36 +36,34 @@ def add(subparsers: Any) -> None:
             "aurakv tune --kl 0.01 --out good.json --resume tune.state  # go on where it stopped",
             "aurakv eval --formats policy.json,k4v4,plain:k4v4",
         ],
+        check,
     )
     parser.add_argument("--out", type=Path, default=Path("policy.json"), metavar="FILE",
                         help="the policy (default policy.json)")  # fmt: skip
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="a text (default two chapters of Alice in Wonderland)"
     )
-    parser.add_argument("--tokens", type=frame.tokens, default=4096, help="for offsets and key scales (default 4096)")
-    parser.add_argument("--probe", type=frame.tokens, default=512, help="for measuring layers (default 512)")
+    parser.add_argument(
+        "--tokens", type=arguments.tokens, default=4096, help="for offsets and key scales (default 4096)"
+    )
+    parser.add_argument("--probe", type=arguments.tokens, default=512, help="for measuring layers (default 512)")
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--size", default="k4v4", metavar="FORMAT", help="no larger than this format (default k4v4)")
-    goal.add_argument("--kl", type=frame.fraction, metavar="NATS", help="the smallest with at most this loss instead")
+    goal.add_argument(
+        "--kl", type=arguments.fraction, metavar="NATS", help="the smallest with at most this loss instead"
+    )
     parser.add_argument("--percent", type=float, help="so much larger than --size (default 0)")
-    parser.add_argument("--first", type=frame.natural, default=FIRST, metavar="TOKENS",
+    parser.add_argument("--first", type=arguments.natural, default=FIRST, metavar="TOKENS",
                         help=f"of a sequence that stay uncompressed (default {FIRST})")  # fmt: skip
-    parser.add_argument("--rounds", type=frame.natural,
+    parser.add_argument("--rounds", type=arguments.natural,
                         help="so often try widths nearby in the whole, with --size (default 0)")  # fmt: skip
-    parser.add_argument("--context", type=frame.tokens, default=4096,
+    parser.add_argument("--context", type=arguments.tokens, default=4096,
                         help="length at which sizes count; windows do not grow (default 4096)")  # fmt: skip
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what was measured here, and do not repeat it")
     loading.add_options(parser)
 
 
-def run(args: argparse.Namespace) -> None:
-    from ..calibration import tune
-    from ..evaluation import measure, texts
-    from ..evaluation.results import Results
-    from ..hf import AuraCache
-    from ..hf.support import head_dim
-
-    screen = frame.Screen(args)
+def check(args: argparse.Namespace) -> None:
     if args.out.suffix != ".json":
         raise InputError(f"--out must be a .json file, got {args.out}")
     if args.kl is not None and not (args.percent is None and args.rounds is None):
@@ -68,7 +71,18 @@ def run(args: argparse.Namespace) -> None:
     if not -50 <= (args.percent or 0.0) <= 400:
         raise InputError(f"--percent must be from -50 to 400, got {args.percent}")
     for path in filter(None, (args.out, args.resume)):
-        frame.in_folder(path)
+        arguments.in_folder(path)
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..calibration import tune
+    from ..evaluation import measure, texts
+    from ..evaluation.results import Results
+    from ..format.codec import Format
+    from ..hf import AuraCache
+    from ..hf.support import head_dim
+
+    screen = Screen(args)
     state = Results(args.resume, tune.STATE)
     text = texts.builtin() if args.text is None else texts.read(args.text)
     loaded = loading.load(args, screen)

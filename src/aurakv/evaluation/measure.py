@@ -23,6 +23,7 @@ from .reads import reads_of
 from .tensors import bytes_of
 
 REFERENCE = "uncompressed"
+HELD = 2 << 30
 _LOGITS = 1 << 21  # compared at once, whatever the vocabulary: 8 MB in float32
 
 Progress = Callable[[int, int], None]
@@ -52,6 +53,7 @@ def compare(
     chunk: int = 128,
     every: int = 1,
     reference: Callable[[], Cache] | None = None,
+    expected: Expected | None = None,
     progress: Progress | None = None,
 ) -> list[Row]:
     """The row of the uncompressed model, then one for each of the caches, over the ids [1, n] of a text.
@@ -59,8 +61,9 @@ def compare(
     All caches advance side by side, so that logits of one chunk are all that is held. A cache of another class than
     AuraCache says with a method `reads(start, stop)` how often it read codes, else none are counted. With `every` = n
     only each n-th prediction is compared, which saves time where the vocabulary is large. `reference` makes the
-    cache of the uncompressed model, for a caller who goes on with it. `progress` is told how many of all forward passes
-    are done.
+    cache of the uncompressed model, for a caller who goes on with it. `expected` holds what the uncompressed model
+    predicted from one call to the next, with the same text, chunk and `every`. `progress` is told how many of all
+    forward passes are done.
     """
     ids = ids.view(1, -1).to(model.device)
     count = ids.shape[1]
@@ -72,7 +75,11 @@ def compare(
         raise InputError(f"the name {REFERENCE!r} stands for the model itself")
     register()
     before = model.config._attn_implementation
-    runs = [_Run(REFERENCE, DynamicCache(config=model.config) if reference is None else reference())]
+    held = Expected() if expected is None else expected
+    runs = []
+    if held.row is None:
+        held.clear()
+        runs = [_Run(REFERENCE, DynamicCache(config=model.config) if reference is None else reference())]
     runs += [_Run(name, make()) for name, make in caches.items()]
     total, done = len(runs) * math.ceil(count / chunk), 0
     try:
@@ -80,18 +87,43 @@ def compare(
             stop = min(start + chunk, count)
             at = torch.arange(-start % every, min(stop, count - 1) - start, every, device=ids.device)
             targets = ids[0, start + at + 1]
-            expected = None
+            wanted = held.chunks.get(start)
             for run in runs:
                 logits = run.forward(model, ids[:, start:stop], at, start, before)
-                if expected is None:
-                    expected = _Expected(logits)
-                run.add(logits, expected, targets)
+                if wanted is None:
+                    wanted = _Predictions(logits)
+                    held.keep(start, wanted, expected is not None)
+                run.add(logits, wanted, targets)
                 done += 1
                 if progress is not None:
                     progress(done, total)
     finally:
         model.set_attn_implementation(before)
-    return [run.row(count) for run in runs]
+    if held.row is not None:
+        return [held.row, *(run.row(count) for run in runs)]
+    rows = [run.row(count) for run in runs]
+    held.row = rows[0] if held.chunks else None
+    return rows
+
+
+class Expected:
+    """What the uncompressed model predicts of a text, if that fits into HELD bytes; otherwise it is computed anew."""
+
+    def __init__(self) -> None:
+        self.row: Row | None = None
+        self.chunks: dict[int, _Predictions] = {}  # by the position of their first token
+        self._bytes = 0
+
+    def keep(self, start: int, chunk: _Predictions, wanted: bool) -> None:
+        self._bytes += chunk.logits.nbytes
+        if wanted and self._bytes <= HELD:
+            self.chunks[start] = chunk
+        else:
+            self.chunks.clear()
+
+    def clear(self) -> None:
+        self.chunks.clear()
+        self._bytes = 0
 
 
 @dataclass
@@ -125,7 +157,7 @@ class _Run:
         self.tokens, self.coded, self.reads = reads.tokens, self.coded + reads.coded, self.reads + reads.all
         return logits
 
-    def add(self, logits: Tensor, expected: _Expected, targets: Tensor) -> None:
+    def add(self, logits: Tensor, expected: _Predictions, targets: Tensor) -> None:
         """Compare predictions with those of the uncompressed model and with the text."""
         self.predictions += len(targets)
         for rows in _blocks(*logits.shape):
@@ -152,7 +184,7 @@ class _Run:
         )
 
 
-class _Expected:
+class _Predictions:
     """What the uncompressed model predicts in a chunk."""
 
     def __init__(self, logits: Tensor) -> None:

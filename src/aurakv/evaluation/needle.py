@@ -59,14 +59,16 @@ def search(
     depths: Sequence[float] = DEPTHS,
     seed: int = 0,
     chunk: int = 256,
+    reference: bool = True,
     progress: Progress | None = None,
 ) -> list[Found]:
-    """Every needle in the uncompressed cache, then in each of the caches, in a text of `tokens` tokens."""
+    """Every needle in the uncompressed cache (if `reference`), then in each of the caches, in `tokens` of a text."""
     ids, questions = haystack(tokenizer, model.config, text, tokens, depths, seed)
     ids = ids.to(model.device)
     register()
     before = model.config._attn_implementation
-    makers: dict[str, Callable[[], Cache]] = {REFERENCE: lambda: DynamicCache(config=model.config), **caches}
+    makers: dict[str, Callable[[], Cache]] = {REFERENCE: lambda: DynamicCache(config=model.config)} if reference else {}
+    makers |= caches
     rows: list[Found] = []
     try:
         for number, (name, make) in enumerate(makers.items()):
