@@ -34,6 +34,8 @@ print(json.dumps({"code": code, "seconds": time.process_time() - began, "torch":
         "eval --lengths 1K": 2,
         "tune --out policy.txt": 2,
         "plan --memory 1GB --layers 3": 2,
+        "plan --memory 1GB --formats k4v4,k9v4": 2,
+        "generate --prompt x --format k7v7": 2,
         "info --nonsense": 2,
     }.items(),
 )

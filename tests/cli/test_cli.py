@@ -166,6 +166,18 @@ def test_generate_says_that_few_tokens_are_not_compressed(answer, call, small):
     assert line.endswith("bytes a token")
 
 
+def test_a_long_prompt_is_read_in_pieces(answer, small, monkeypatch):
+    """What is read before generate reads the rest is the same prompt."""
+    from aurakv.cli import chat
+
+    options = ("generate", "--model", small, "--raw", "--prompt", "a long prompt " * 30, "--format", "none", *GREEDY)
+    whole = answer(*options)
+    monkeypatch.setattr(chat, "CHUNK", 64)
+    pieces = answer(*options)
+    for field in ("text", "prompt_tokens", "reused_tokens", "tokens", "cache_tokens", "cache_bytes"):
+        assert pieces[field] == whole[field], field
+
+
 def test_generate_is_model_generate(answer, small):
     import transformers
 

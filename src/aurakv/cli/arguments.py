@@ -130,6 +130,17 @@ def names(text: str) -> list[str]:
     return found
 
 
+def check_widths(formats: Sequence[str], option: str = "--formats") -> None:
+    """Refuse widths that do not exist, which needs no torch; all else about a name is said when it is parsed."""
+    from ..format.levels import CODE_BITS
+
+    for name in formats:
+        found = re.fullmatch(r"(?:plain:)?k(\d{1,2})v(\d{1,2})", name, re.ASCII)
+        for bits in map(int, found.groups() if found else ()):
+            if bits not in (*CODE_BITS, 16):
+                raise InputError(f"{name} in {option}: bits must be one of {[*CODE_BITS, 16]}, got {bits}")
+
+
 @contextlib.contextmanager
 def entry(name: str, option: str = "--formats") -> Iterator[None]:
     """What is wrong with one entry of a list says which one."""

@@ -50,6 +50,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
+    arguments.check_widths(args.formats)
     if args.heads % args.kv_heads:
         raise InputError(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
     if args.plot is not None:

@@ -52,6 +52,7 @@ def add(subparsers: Any) -> None:
 def check(args: argparse.Namespace) -> None:
     if arguments.UNCOMPRESSED in args.formats or len(set(args.formats)) < len(args.formats):
         raise InputError(f"--formats must name compressed formats, each once, got {cut(','.join(args.formats))}")
+    arguments.check_widths(args.formats)
     arguments.picture(args.picture)
 
 

@@ -67,6 +67,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
+    arguments.check_widths(args.formats)
     if len(set(args.formats)) < len(args.formats):
         raise InputError(f"--formats must name each format once, got {cut(','.join(args.formats))}")
     if args.lengths is not None and not args.needle:
