@@ -316,6 +316,8 @@ def test_demo(answer, call, small, tmp_path):
     assert coded["kl"] > 1e-6
     assert coded["tokens_from_codes"] > 250
     assert coded["bytes"] < none["bytes"] / 2
+    ratio = none["bytes"] / coded["bytes"]  # the model is in float32
+    assert coded["times_smaller"] == pytest.approx({"of_float32": ratio, "of_bfloat16": ratio / 2})
     assert all(row["tokens_per_second"] > 0 for row in found["rows"])
     model = AutoModelForCausalLM.from_pretrained(small).eval()
     cache = attach(model, "k4v4")
@@ -326,6 +328,7 @@ def test_demo(answer, call, small, tmp_path):
     _, out, _ = call(*options)
     assert str(picture) in out.replace("\n", "")
     assert f"{coded['top1']:.1%}" in out
+    assert "smaller than bfloat16" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("new", [1, 3])

@@ -62,6 +62,17 @@ def test_rows_are_stacked_where_columns_do_not_fit(printed):
     assert printed(120, "", COLUMNS[:2], [row[:2] for row in ROWS]).count("perplexity") == 1
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_text_breaks_between_words(width):
+    made = Screen(argparse.Namespace(json=False))
+    made.out = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=True)
+    path = "/a/long/path/that-is-copied" * 5
+    made.say("several words in a row " * 9 + "\n" + path)
+    *lines, last = made.out.file.getvalue().splitlines()
+    assert all(line.startswith(("several", "words", "in", "a", "row")) and len(line) <= width for line in lines)
+    assert last == path
+
+
 def test_one_and_many():
     assert [counted(n, "thread") for n in (0, 1, 2, 1024)] == ["0 threads", "1 thread", "2 threads", "1,024 threads"]
 

@@ -166,7 +166,15 @@ def _show(screen: Screen, results: list[dict[str, Any]], facts: dict[str, Any], 
         f"{facts['model']} ({facts['dtype']}) with a prompt of {facts['prompt_tokens']:,} tokens, on {facts['device']},"
         f" {counted(facts['threads'], 'thread')}"
     )
-    columns = [">held", ">bytes a token", ">than float32", ">than bfloat16", ">tokens/s", ">faster", ">KL"]
+    columns = [
+        ">held",
+        ">bytes a token",
+        ">smaller than float32",
+        ">smaller than bfloat16",
+        ">tokens/s",
+        ">faster",
+        ">KL",
+    ]
     rows = []
     for row in results:
         smaller = row["times_smaller"]
@@ -176,7 +184,7 @@ def _show(screen: Screen, results: list[dict[str, Any]], facts: dict[str, Any], 
         rows.append([*cells, *(["", ""] if row is base else [f"{row['kl']:.4f}", f"{row['top1']:.1%}"])])
     screen.table("", ["cache", *columns, ">same top choice"], rows)
     screen.say(
-        "than float32, than bfloat16: times smaller than an uncompressed cache of that type;\n"
+        "smaller than float32, bfloat16: times, against an uncompressed cache of that type;\n"
         f"faster: decoding, against the uncompressed cache in {facts['dtype']};\n"
         "KL, same top choice: predictions against those of the uncompressed model"
     )

@@ -16,7 +16,7 @@ def save(results: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path) -
     colours = [RIVAL if row is base else COLOURS[0] for row in rows]
     names = [row["cache"] for row in rows]
     panels = (
-        ("Bytes held: times smaller than float32, bfloat16", [row["bytes"] for row in rows], lambda r: _size(r, base)),
+        ("Bytes (smaller than f32, bf16)", [row["bytes"] for row in rows], lambda r: _size(r, base)),
         ("Decoding, tokens/s", [row["tokens_per_second"] for row in rows], lambda r: _speed(r, base)),
         (
             "Same top choice",

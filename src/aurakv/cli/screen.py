@@ -9,7 +9,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LINE_SECONDS = 10.0  # between lines of progress in a file
 TEXT_WIDTH = 16  # characters that a column of text needs at least
@@ -29,11 +32,11 @@ class Screen:
 
     def say(self, text: str = "") -> None:
         if not self.json:
-            self.out.print(text, markup=False, soft_wrap=True)
+            self.out.print(_at_words(text, self.out), markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """What is going on, while it does; not part of the result."""
-        self.err.print(text, markup=False, soft_wrap=True, style="dim")
+        self.err.print(_at_words(text, self.err), markup=False, soft_wrap=True, style="dim")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Columns whose name starts with > are numbers. What does not fit side by side is stacked: nothing is cut."""
@@ -104,6 +107,16 @@ class Screen:
                     self.note(f"{text or description}: {done:g}{share}, {said - began:.0f} s")
 
             yield step
+
+
+def _at_words(text: str, console: Console) -> str:
+    """Lines that break between words on a terminal, which would break anywhere; a path stays in one piece."""
+    if not console.is_terminal:
+        return text
+    lines = textwrap.TextWrapper(
+        console.width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
+    return "\n".join(map(lines.fill, text.split("\n")))
 
 
 def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> list[int] | None:
