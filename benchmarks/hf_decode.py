@@ -23,16 +23,16 @@ from aurakv.bench.model import WARM, Run, decode
 from aurakv.bench.timing import summary
 from aurakv.evaluation import builtin, ids_of
 from aurakv.evaluation.tensors import bytes_of
-from aurakv.hf.choose import UNCOMPRESSED, choose
+from aurakv.hf.cache_names import UNCOMPRESSED, cache_named
 
 
 def runs(model: Any, ids: torch.Tensor, formats: list[str]) -> list[Run]:
     """A run for each cache, all holding the same keys and values."""
-    base = Run(UNCOMPRESSED, model, choose(model, UNCOMPRESSED), model.config._attn_implementation)
+    base = Run(UNCOMPRESSED, model, cache_named(model, UNCOMPRESSED), model.config._attn_implementation)
     base.prefill(ids)
     made = [base]
     for name in formats:
-        made.append(Run(name, model, choose(model, name), model.config._attn_implementation))
+        made.append(Run(name, model, cache_named(model, name), model.config._attn_implementation))
     try:
         quanto = QuantizedCache("quanto", model.config, nbits=4)
     except ImportError as error:
@@ -44,7 +44,7 @@ def runs(model: Any, ids: torch.Tensor, formats: list[str]) -> list[Run]:
             run.cache.update(layer.keys, layer.values, number)
         run.prefill(ids)
         assert run.cache.get_seq_length() == ids.shape[1] - 1
-    empty = Run("almost empty", model, choose(model, UNCOMPRESSED), base.attention)
+    empty = Run("almost empty", model, cache_named(model, UNCOMPRESSED), base.attention)
     empty.prefill(ids[:, :2])
     return [*made, empty]
 

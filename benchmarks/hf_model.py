@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from aurakv.bench import machine
 from aurakv.bench.timing import summary, wait
 from aurakv.evaluation.tensors import bytes_of
-from aurakv.hf.choose import UNCOMPRESSED, choose
+from aurakv.hf.cache_names import UNCOMPRESSED, cache_named
 
 WARM = 8  # steps that are not counted: kernels are compiled, a prepared step is made
 CHUNK = 2048  # tokens that a cache is given at once
@@ -47,7 +47,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 def make_cache(name: str, model: LlamaForCausalLM, tokens: int) -> Any:
     """A cache with its attention function: of transformers, or ours in a format."""
-    cache = choose(model, UNCOMPRESSED if name in (DYNAMIC, STATIC) else name)
+    cache = cache_named(model, UNCOMPRESSED if name in (DYNAMIC, STATIC) else name)
     return StaticCache(config=model.config, max_cache_len=tokens + 256) if name == STATIC else cache
 
 

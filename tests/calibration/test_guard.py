@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config  # noqa: E402
 
+from aurakv.calibration.guard import more_than  # noqa: E402
 from aurakv.hf import AuraCache, register  # noqa: E402
 
 NAMES, DIM, LENGTH = 16, 64, 200
@@ -142,7 +143,7 @@ def test_a_short_prompt_is_looked_at_when_more_has_come(prompt, seqs):
             warnings.simplefilter("error")
             assert agreement(model, cache, ids, prompt) >= 0.95
         layer = cache.compressed[0]
-        assert layer.beginning is None
+        assert layer.calibration.held is None
         assert layer.key_scale is not None
         assert layer.format == "k4v4"
         assert layer.cache.lengths == [LENGTH] * seqs
@@ -153,7 +154,7 @@ def test_a_short_prompt_is_looked_at_when_more_has_come(prompt, seqs):
 
 
 @pytest.mark.parametrize("change", ["crop", "select", "copy"])
-def test_a_beginning_follows_the_cache(change):
+def test_held_tokens_follow_the_cache(change):
     model, ids = recall_model(BIAS), tokens()
     model.set_attn_implementation("aurakv")
     cache, expected = AuraCache(model.config), AuraCache(model.config)
@@ -192,6 +193,44 @@ def test_without_queries_the_keys_themselves_are_judged(prompt):
     cache = AuraCache(quiet.config)
     agreement(quiet, cache, ids, prompt, "sdpa")
     assert cache.compressed[0].cache.format.key.bits == 4
+
+
+def biased_model(layers: int):
+    """Random, with a bias on all keys: no layer loses them alone."""
+    config = Qwen2Config(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, rope_theta=1e6, max_position_embeddings=1024, initializer_range=0.1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.copy_(10 * torch.randn(layer.self_attn.k_proj.bias.shape))
+    register()
+    model.set_attn_implementation("aurakv")
+    return model
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_layers_that_lose_too_much_together(layers):
+    model, ids = biased_model(layers), torch.randint(0, 256, (1, 256), generator=torch.Generator().manual_seed(3))
+    cache, wide, auto = (AuraCache(model.config, format) for format in ("k4v4", "k8v4", "auto"))
+    with torch.no_grad(), pytest.warns(UserWarning, match=f"keys do not survive k4v4 .* its {layers} layers") as caught:
+        model(ids, past_key_values=cache)
+    assert len(caught) == 1
+    assert cache.lost == [str(caught[0].message)]
+    assert "nats on average where 0.045 are tolerated): k5v4 would keep them" in cache.lost[0]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, past_key_values=wide)
+        model(ids, past_key_values=auto)
+    assert (wide.lost, auto.lost) == ([], [])
+    cache.reset()
+    assert cache.lost == []
+
+
+def test_a_measure_is_shown_with_the_digits_that_exceed_the_limit():
+    assert [more_than(x, 0.25) for x in (0.2501, 0.26, 3.14159)] == ["0.2501", "0.26", "3.1"]
 
 
 def test_a_cache_that_begins_anew_forgets_what_was_said():

@@ -9,8 +9,9 @@ import torch
 
 import aurakv as kv
 from aurakv.attention import ops
+from aurakv.calibration.guard import wider
 from aurakv.calibration.policy import LayerPolicy, Policy, shipped
-from aurakv.calibration.statistics import Moments, Turns, measured, wider
+from aurakv.calibration.statistics import Moments, Turns, measured
 from aurakv.errors import FileError, InputError
 
 
@@ -41,6 +42,18 @@ def test_round_trip(tmp_path):
     assert same(Policy.load(tmp_path / "p.json"), policy)
     assert same(Policy.load(str(tmp_path / "p.json")), policy)
     assert policy.bytes_per_token == 2 * ((16 + 2) * 2 + (20 + 2) + (12 + 2) + 64 + (16 + 2))
+
+
+def test_version_1_called_the_key_scale_balance():
+    read = json.loads(made().dumps())
+    assert read["version"] == 2
+    read["version"] = 1
+    with pytest.raises(FileError, match=r"layer 0 of a policy has a format and possibly .*'balance'"):
+        Policy.loads(json.dumps(read))
+    for layer in read["layers"]:
+        if "key_scale" in layer:
+            layer["balance"] = layer.pop("key_scale")
+    assert same(Policy.loads(json.dumps(read)), made())
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -77,7 +90,9 @@ BAD = {
     "other kind": (change(["kind"], "x"), "of kind 'aurakv-policy'"),
     "missing": (change(["first"], KeyError), "with the fields"),
     "more": (change(["last"], 4), "with the fields"),
-    "version": (change(["version"], 2), "of version 1, got 2"),
+    "version": (change(["version"], 3), "of version 1 to 2, got 3"),
+    "version true": (change(["version"], True), "of version 1 to 2, got True"),
+    "old field": (change(["layers", 1, "balance"], "AAAA"), "layer 1 of a policy has a format"),
     "source": (change(["source"], 5), "text source"),
     "model": (change(["model"], []), "a model with"),
     "model field": (change(["model", "head_dim"], KeyError), "a model with"),

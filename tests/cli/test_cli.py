@@ -152,7 +152,7 @@ def test_generate(answer, call, small):
 
 
 def test_generate_says_that_few_tokens_are_not_compressed(answer, call, small):
-    from aurakv.hf.beginning import NEEDED
+    from aurakv.hf.held_tokens import NEEDED
 
     options = ("generate", "--model", small, "--raw", *GREEDY)
     few, many = ("x" * (NEEDED - 13), "x" * (NEEDED + 5))

@@ -93,8 +93,8 @@ def test_names_and_numbers_are_those_of_the_library():
     """They are written down again so that commands are declared without torch."""
     from aurakv.calibration import policy
     from aurakv.format import codec
-    from aurakv.hf import choose
+    from aurakv.hf import cache_names
 
     assert tuple(codec.DTYPES) == arguments.DTYPES
     assert policy.FIRST == tune.FIRST
-    assert choose.UNCOMPRESSED == arguments.UNCOMPRESSED
+    assert cache_names.UNCOMPRESSED == arguments.UNCOMPRESSED

@@ -43,6 +43,18 @@ MODELS = {
     "qwen3": ("Qwen3Config", {}),
     "gemma2": ("Gemma2Config", {"sliding_window": 10, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 10, "layer_types": TYPES, "query_pre_attn_scalar": 8}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": TYPES * 3,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 10,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 128,
+        },
+    ),
     "gpt-oss": ("GptOssConfig", {"sliding_window": 10, "layer_types": TYPES, "num_local_experts": 4, **EXPERTS}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3MoeConfig", {"num_experts": 4, **EXPERTS}),

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from aurakv.errors import CapacityError, InputError  # noqa: E402
 from aurakv.hf import AuraCache, attach, register  # noqa: E402
-from aurakv.hf.columns import Columns  # noqa: E402
 from aurakv.hf.layer import AuraLayer  # noqa: E402
+from aurakv.hf.padding import Padding  # noqa: E402
 from tests.hf.small_models import MODELS, ROUTED, dynamic, generate, left_padded, logits, made, prompt  # noqa: E402
 
 # the same numbers as DynamicCache when nothing is compressed
@@ -45,7 +45,7 @@ def test_logits_equal_dynamic_cache(name, steps):
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "gpt-oss"])
 def test_without_cache_and_with_other_caches(name):
     """The attention function also serves plain tensors."""
     model, ours = made(name)
@@ -96,7 +96,7 @@ def test_more_bits_are_closer(name):
     assert error["k8v8"] < 0.1 * float(expected.norm())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "gpt-oss"])
 @pytest.mark.parametrize("format", ["k16v16", "k4v4"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_other_attention_functions_decode(name, format, implementation):
@@ -187,7 +187,7 @@ def test_several_returned_sequences():
     assert torch.equal(generate(ours, AuraCache(ours.config, "k16v16"), left_padded(), **options), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 def test_beam_search(name):
     model, ours = made(name)
     options = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5, "new": 12}
@@ -197,7 +197,7 @@ def test_beam_search(name):
     generate(ours, AuraCache(ours.config, "k4v4", first=2, recent=4), left_padded(), **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gemma4"])
 def test_prompt_lookup(name):
     model, ours = made(name)
     inputs = {"input_ids": prompt(1, 8).repeat(1, 4)}
@@ -222,7 +222,7 @@ def test_assisted_generation(name):
     assert cache.get_seq_length() == 24 + 39
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 def test_chunked_prefill(name):
     model, ours = made(name)
     expected = generate(model, dynamic(model), left_padded())
@@ -230,7 +230,7 @@ def test_chunked_prefill(name):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 def test_multi_turn(name):
     model, ours = made(name)
     inputs = left_padded()
@@ -266,7 +266,7 @@ def test_padding_in_the_middle():
     torch.testing.assert_close(again[mask[:, 15:].bool()], got[:, 15:][mask[:, 15:].bool()], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 def test_crop(name):
     _, ours = made(name)
     ids = prompt(2, 40)
@@ -336,7 +336,7 @@ def test_reset():
     assert torch.equal(generate(ours, cache, left_padded()), expected)
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt-oss", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", pytest.param("gpt-oss", marks=pytest.mark.full)])
 def test_compile_without_graph_breaks(name):
     _, ours = made(name)
     ids = prompt(2, 24)
@@ -447,7 +447,6 @@ def test_no_full_precision_mirror():
         ("RecurrentGemmaConfig", {}, "inside the model"),
         ("Gemma3nTextConfig", {}, "shares keys and values"),
         ("Gemma3nConfig", {}, "shares keys and values"),
-        ("LlamaConfig", {"num_kv_shared_layers": 1}, "shares keys and values"),
         ("T5Config", {}, "decoder-only"),
         ("WhisperConfig", {}, "decoder-only"),
     ],
@@ -555,24 +554,24 @@ def test_nothing_warns_on_codes():
         generate(ours, AuraCache(ours.config, "k4v4"), left_padded(), new=4)
 
 
-# columns
+# padding
 
 
-def test_columns():
-    columns = Columns(2)
-    columns.add(3, torch.tensor([[True, True, True], [False, False, True]]))
-    columns.add(2, None)
-    columns.add(4, None)
-    assert columns.total == 9
-    assert columns.of(0).tolist() == list(range(9))
-    assert columns.of(1).tolist() == list(range(2, 9))
-    kept = columns.copy()
-    assert columns.crop(7) == [7, 7]
-    assert (columns.total, columns.of(1).tolist()) == (2, [])
-    assert columns.crop(2) == [2, 0]
-    assert (columns.total, kept.total) == (0, 9)
+def test_padding():
+    padding = Padding(2)
+    padding.add(3, torch.tensor([[True, True, True], [False, False, True]]))
+    padding.add(2, None)
+    padding.add(4, None)
+    assert padding.total == 9
+    assert padding.columns(0).tolist() == list(range(9))
+    assert padding.columns(1).tolist() == list(range(2, 9))
+    kept = padding.copy()
+    assert padding.crop(7) == [7, 7]
+    assert (padding.total, padding.columns(1).tolist()) == (2, [])
+    assert padding.crop(2) == [2, 0]
+    assert (padding.total, kept.total) == (0, 9)
     kept.select([1, 0, 1])
-    assert [kept.of(seq).tolist()[0] for seq in range(3)] == [2, 0, 2]
+    assert [kept.columns(seq).tolist()[0] for seq in range(3)] == [2, 0, 2]
     assert kept.crop(9) == [7, 9, 7]
 
 

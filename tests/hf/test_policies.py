@@ -129,3 +129,18 @@ def test_a_damaged_token_damages_only_what_sees_it():
         embedding.data[127] = kept
     assert bool(got[:, :80].isfinite().all())
     assert bool(got[:, 80:].isnan().all())
+
+
+def test_an_option_of_old_is_named_by_its_new_name():
+    config = made("llama")[1].config
+    with pytest.raises(InputError, match="the option centre of AuraCache is called calibrate"):
+        AuraCache(config, "k4v4", centre=False)
+    with pytest.raises(TypeError, match="no option center"):
+        AuraCache(config, "k4v4", center=False)
+
+
+def test_a_policy_needs_layers_that_are_alike():
+    _, ours = made("gemma4")
+    assert [layer.format for layer in AuraCache(ours.config, layers={-1: "k8v8"}).compressed] == ["k4v4"] * 3 + ["k8v8"]
+    with pytest.raises(InputError, match="got layers with 2 KV heads of 16 and 2 KV heads of 32"):
+        AuraCache(ours.config, "smollm2-135m")

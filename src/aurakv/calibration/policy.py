@@ -24,7 +24,7 @@ from ..errors import FileError, InputError, short
 from ..format.codec import Format
 from ..format.rotation import MAX_DIM
 
-KIND, VERSION = "aurakv-policy", 1
+KIND, VERSION = "aurakv-policy", 2
 FIRST, ROLLBACK = (
     4,
     32,
@@ -35,6 +35,7 @@ _LIMITS = {"layers": (1, 10_000), "kv_heads": (1, 2**16), "head_dim": (1, MAX_DI
 _UNCOMPRESSED = {"first": (0, 2**20), "recent": (0, 2**20)}
 _FIELDS = {"kind", "version", "model", "source", "first", "recent", "layers"}
 _TENSORS = ("key_offset", "value_offset", "key_scale")
+_OLD_NAMES = {1: {"key_scale": "balance"}, VERSION: {}}  # of fields of a layer, in each version of files
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,9 @@ class Policy:
             raise FileError(f"a policy is a JSON object: {error}") from error
         if not isinstance(read, dict) or set(read) != _FIELDS or read["kind"] != KIND:
             raise FileError(f"a policy is a JSON object of kind {KIND!r} with the fields {sorted(_FIELDS)}")
-        if read["version"] != VERSION:
-            raise FileError(f"this version reads policies of version {VERSION}, got {short(read['version'])}")
+        version = read["version"]
+        if type(version) is not int or version not in _OLD_NAMES:
+            raise FileError(f"this version reads policies of version 1 to {VERSION}, got {short(version)}")
         model, layers = read["model"], read["layers"]
         if not isinstance(model, dict) or set(model) != set(_LIMITS) or not isinstance(read["source"], str):
             raise FileError(f"a policy has a text source and a model with {list(_LIMITS)}")
@@ -148,7 +150,7 @@ class Policy:
             for name, value in (*model.items(), *((name, read[name]) for name in _UNCOMPRESSED)):
                 whole(name, value, *{**_LIMITS, **_UNCOMPRESSED}[name])
             shape = (model["kv_heads"], model["head_dim"])
-            parsed = tuple(_layer(number, layer, shape) for number, layer in enumerate(layers))
+            parsed = tuple(_layer(number, layer, shape, version) for number, layer in enumerate(layers))
             return cls(*shape, parsed, read["first"], read["recent"], read["source"])
         except FileError:
             raise
@@ -185,10 +187,17 @@ def shipped() -> list[str]:
     return sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 
-def _layer(number: int, read: Any, shape: tuple[int, int]) -> LayerPolicy:
-    if not isinstance(read, dict) or not isinstance(read.get("format"), str) or set(read) - {"format", *_TENSORS}:
-        raise FileError(f"layer {number} of a policy has a format and possibly {list(_TENSORS)}, got {read!r:.80}")
-    tensors = {name: _tensor(f"{name} of layer {number}", read.get(name), shape) for name in _TENSORS}
+def _layer(number: int, read: Any, shape: tuple[int, int], version: int) -> LayerPolicy:
+    fields = {name: _OLD_NAMES[version].get(name, name) for name in _TENSORS}  # as the file has them
+    if (
+        not isinstance(read, dict)
+        or not isinstance(read.get("format"), str)
+        or set(read) - {"format", *fields.values()}
+    ):
+        raise FileError(
+            f"layer {number} of a policy has a format and possibly {list(fields.values())}, got {read!r:.80}"
+        )
+    tensors = {name: _tensor(f"{field} of layer {number}", read.get(field), shape) for name, field in fields.items()}
     return LayerPolicy(_shortened(read["format"], shape[1]), **tensors)
 
 
@@ -196,19 +205,20 @@ def _spelled_out(name: str, head_dim: int) -> str:
     """With every option of sides that have codes: the defaults behind a short name may change. 16 bits stay as they
     are, because they take the dtype of the model."""
     format = Format.parse(name, head_dim)
-    sides = zip(_sides(name), "kv", (format.key, format.value), strict=True)
+    sides = zip(key_and_value(name), "kv", (format.key, format.value), strict=True)
     return "/".join(f"{letter}{codec.name}" if codec.coded else text for text, letter, codec in sides)
 
 
 def _shortened(name: str, head_dim: int) -> str:
     """The other way round."""
     format = Format.parse(name, head_dim)
-    sides = zip(_sides(name), _sides(format.name), (format.key, format.value), strict=True)
+    sides = zip(key_and_value(name), key_and_value(format.name), (format.key, format.value), strict=True)
     key, value = (short if codec.coded else text for text, short, codec in sides)
     return f"{key}/{value}" if ":" in key else key + value
 
 
-def _sides(name: str) -> tuple[str, str]:
+def key_and_value(name: str) -> tuple[str, str]:
+    """What the name of a format says of keys and of values."""
     key, value = re.fullmatch(r"(k.*?)/?(v\d.*)", name).groups()  # type: ignore[union-attr]  # the name of a format
     return key, value
 

@@ -13,17 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention import ops
-from ..attention.scoring import Scoring
-from ..format.codec import Codec, Format
 from .policy import LayerPolicy
 
 SINKS = 4  # first tokens of a sequence: they attract attention, and their keys are unlike those of the others
 ENOUGH = 64  # tokens that can speak for those to come
 MOST = 2048  # tokens of a sequence that are looked at
-LOST = 0.25  # nats by which attention may move before keys count as lost
-BLURRED = 0.5  # and, where no queries are known, the share of what channels vary by that their error may be
-_QUERIES, _KEYS = 32, 1024  # of a check
 _SHORTEST = 512  # tokens of the contexts that keys are prepared for, up to what the model was made for
 _FLOOR = 1e-4  # channels weaker than this share of the mean are treated as if they had it
 
@@ -143,98 +137,6 @@ def measured(
     moments = Moments(turns)
     moments.add(_rows(k, rows), None if q is None else _rows(q, rows), position.flatten()[rows] - 1)
     return moments.layer(format)
-
-
-def wider(bits: int, dim: int, device: torch.device) -> list[int]:
-    """Widths of keys to try instead of `bits`. GPUs read 5 and 6 bits slowly but at dims 128 and 256."""
-    widths = (4, 8, 16) if device.type == "cuda" and dim not in (128, 256) else (4, 5, 6, 8, 16)
-    return [width for width in widths if width > bits] or [16]
-
-
-def _apart(number: float, limit: float) -> str:
-    """With as many digits as it takes to tell a number from a limit, two at least."""
-    texts = [f"{number:.{digits}g}" for digits in range(2, 18)]
-    return next((text for text in texts if float(text) != limit), texts[0])
-
-
-class Check(NamedTuple):
-    """Whether keys survive being stored, judged by the tokens of one sequence, k and q [heads, t, dim], whose `first`
-    ones are exact. Without queries, or what scores them, only the keys themselves can be looked at."""
-
-    k: Tensor
-    q: Tensor | None
-    scoring: Scoring | None
-    first: int = 0
-
-    def lost(self, layer: LayerPolicy) -> bool:
-        if self.q is None or self.scoring is None:
-            return blurred(layer, self.k, self.first) > BLURRED
-        return moved(layer, self.k, self.q, self.scoring, self.first) > LOST
-
-    def finding(self, layer: LayerPolicy) -> str:
-        if self.q is None or self.scoring is None:
-            share = blurred(layer, self.k, self.first)
-            return (
-                f"their error is {_apart(share, BLURRED)} of what most channels vary by where {BLURRED} are tolerated"
-            )
-        nats = moved(layer, self.k, self.q, self.scoring, self.first)
-        return f"attention moves by {_apart(nats, LOST)} nats where {LOST} are tolerated"
-
-    def widened(self, layer: LayerPolicy) -> LayerPolicy:
-        """The layer with the narrowest keys of `wider` that survive; 16 bits if no codes do."""
-        dim = self.k.shape[2]
-        format = Format.parse(layer.format, dim)
-        for bits in wider(format.key.bits, dim, self.k.device):
-            layer = layer.with_format(Format(Codec.key(dim, bits), format.value).name, dim)
-            if not self.lost(layer):
-                break
-        return layer
-
-
-@torch.no_grad()
-def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> float:
-    """By how many nats attention on codes differs from that on the keys: the mean KL divergence over some queries.
-
-    NaN: nothing finite was there.
-    """
-    k, q = k[:, :_KEYS].transpose(0, 1).float(), q[:, :_KEYS].float()
-    stored = _stored(layer, k, first)
-    at = torch.linspace(min(ENOUGH, k.shape[0]) - 1, k.shape[0] - 1, _QUERIES, device=k.device).long().unique()
-    seen = scoring.visible(at[:, None], torch.arange(k.shape[0], device=k.device))
-    queries = q[:, at].unflatten(0, (k.shape[1], -1))  # [kv_heads, group, n, dim]
-    exact, coded = (
-        scoring.cap(torch.einsum("hgnd,lhd->hgnl", queries, x) * scoring.multiplier(k.shape[2]))
-        .masked_fill(~seen, -torch.inf)
-        .log_softmax(3)
-        for x in (k, stored)
-    )
-    change = torch.where(seen, exact.exp() * (exact - coded), 0.0).sum(3)
-    return float(change[change.isfinite()].mean())
-
-
-@torch.no_grad()
-def blurred(layer: LayerPolicy, k: Tensor, first: int = 0) -> float:
-    """The error of a stored channel as a share of what most channels vary by, the mean over heads.
-
-    A few channels with large numbers make the error of all channels large: then what the others say is lost.
-    """
-    k = k[:, first:_KEYS].transpose(0, 1).float()
-    k = k[k.isfinite().flatten(1).all(1)]
-    error = (_stored(layer, k, 0) - k).square().mean(0).median(-1).values.sqrt()
-    share = error / k.std(0).median(-1).values
-    return float(share[share.isfinite()].mean())
-
-
-def _stored(layer: LayerPolicy, k: Tensor, first: int) -> Tensor:
-    """What keys [t, kv_heads, dim] are behind their codes."""
-    codec = Format.parse(layer.format, k.shape[2]).key
-    if not codec.coded:
-        return k
-    key_scale = torch.ones_like(k[0]) if layer.key_scale is None else layer.key_scale.to(k.device)
-    offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
-    stored = ops.decode(ops.encode(k * key_scale, codec, offset), codec, offset) / key_scale
-    stored[:first] = k[:first]
-    return stored
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:

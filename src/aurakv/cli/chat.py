@@ -35,11 +35,11 @@ class Chat:
 
     def forget(self) -> None:
         """An empty cache; the turns remain."""
-        from ..hf.choose import choose
+        from ..hf.cache_names import cache_named
 
         uncompressed = {"first": self.args.first, "recent": self.args.recent}
         given = {name: number for name, number in uncompressed.items() if number is not None}
-        self.cache = choose(self.loaded.model, self.args.format, **given)
+        self.cache = cache_named(self.loaded.model, self.args.format, **given)
         self.read: list[int] = []  # the tokens in the cache
 
     def answer(self, prompt: str, write: Callable[[str], None]) -> dict[str, Any]:

@@ -137,14 +137,14 @@ def _read(
     """Let all caches read the prompt, comparing the predictions on the way; they hold it afterwards."""
     from ..bench import model
     from ..evaluation import compare
-    from ..hf.choose import UNCOMPRESSED, choose
+    from ..hf.cache_names import UNCOMPRESSED, cache_named
 
     made: dict[str, model.Run] = {}
 
     def maker(name: str) -> Any:
         def make() -> Any:
             with arguments.entry(name):
-                cache = choose(loaded.model, name)
+                cache = cache_named(loaded.model, name)
             made[name] = model.Run(name, loaded.model, cache, loaded.model.config._attn_implementation)
             return cache
 

@@ -14,9 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import InputError
+from .compiled import hf_attend, hf_attend_again
 from .handles import Handle
-from .layer import hf_attend
-from .shared import FOREVER
+from .mask_reader import FOREVER
 
 NAME = "aurakv"  # a name with sdpa, flash or flex_attention in it would be treated as one of those
 
@@ -88,10 +88,10 @@ def attention(
             raise InputError(f"the attention function 'aurakv' does not serve {name}: use another one for this model")
     if not isinstance(key, Handle):
         return _plain(query, key, value, attention_mask, scaling, dropout, softcap, s_aux, causal), None
-    step = key.step
+    update = key.update
     if not torch.compiler.is_compiling():
-        step.layer.pending = None  # a refused call stores nothing
-    if step is not getattr(value, "step", None) or step.dense is not None:
+        update.layer.pending = None  # a refused call stores nothing
+    if update is not getattr(value, "update", None) or update.dense is not None:
         raise InputError("the attention function 'aurakv' needs the keys and values of one update, unchanged")
     if not causal or dropout:
         raise InputError("attention on compressed keys is causal and without dropout: call model.eval()")
@@ -100,10 +100,15 @@ def attention(
             "attention on compressed keys serves causal masks, windows and padding masks that cover all tokens,"
             " past and new; for a mask of your own use the attention function 'sdpa' or 'eager'"
         )
-    k, v = step.new
+    (k, v), layer, again = update.new, update.layer, update.attended
+    update.attended = True
+    if again and torch.compiler.is_compiling():
+        return hf_attend_again(query, k, v, s_aux, layer.token, scaling, softcap), None
+    if again:
+        return layer.attend_again(query, k, v, s_aux, scaling, softcap), None
     if torch.compiler.is_compiling():
-        return hf_attend(query, k, v, attention_mask, s_aux, step.layer.token, scaling, softcap), None
-    return step.layer.attend(query, k, v, attention_mask, s_aux, scaling, softcap), None
+        return hf_attend(query, k, v, attention_mask, s_aux, layer.token, scaling, softcap), None
+    return layer.attend(query, k, v, attention_mask, s_aux, scaling, softcap), None
 
 
 def _plain(

@@ -15,12 +15,14 @@ from ..arguments import whole
 from ..calibration.policy import FIRST, ROLLBACK, LayerPolicy, Policy, format_of
 from ..errors import InputError
 from .attention import NAME, register
+from .context import Context, Options
+from .key_guard import KeyGuard
 from .layer import AuraLayer
-from .shared import Options, Shared
-from .support import head_dim, slots, turns
+from .support import shapes, slots, turns, uniform_shape
 
 Formats = str | Path | Policy | Callable[[int, int], str]
 AUTO, AUTO_FORMAT = "auto", "k4v4"
+_RENAMED = {"centre": "calibrate"}
 
 
 class AuraCache(Cache):  # type: ignore[misc]
@@ -50,7 +52,12 @@ class AuraCache(Cache):  # type: ignore[misc]
         rollback: int = ROLLBACK,
         backend: str | None = None,
         precision: str = "fast",
+        **others: Any,
     ) -> None:
+        for name in others:
+            if name in _RENAMED:
+                raise InputError(f"the option {name} of AuraCache is called {_RENAMED[name]}")
+            raise TypeError(f"AuraCache has no option {name}")
         auto = isinstance(format, str) and format == AUTO
         policy = _policy(AUTO_FORMAT if auto else format)
         first = (FIRST if policy is None else policy.first) if first is None else whole("first", first, 0)
@@ -59,22 +66,20 @@ class AuraCache(Cache):  # type: ignore[misc]
         checks.precision(precision)
         if backend is not None:
             backends.why_not(backend)  # refuses a name that does not exist; layers find out whether it can run
-        planned, dim = slots(config), head_dim(config)
-        policies = iter(
-            _policies((AUTO_FORMAT if auto else format) if policy is None else policy, layers or {}, config)
-        )
-        self._shared = Shared()
+        used = (AUTO_FORMAT if auto else format) if policy is None else policy
+        planned, shaped = slots(config), shapes(config)
+        dims = [shape.head_dim for shape in shaped if shape is not None]
+        policies = _policies(used, layers or {}, config, [dim for dim, _ in dims])
+        coded = [format_of(layer.format, dim).key.coded for layer, dim in zip(policies, dims, strict=True)]
         options = Options(first, recent, rollback, calibrate and policy is None, auto, backend, precision)
-        turned = {sliding: turns(config, sliding) for sliding in (False, True)}
+        self._context = Context(options, KeyGuard(_name(format), sum(coded), auto))
         made: list[Any] = []
-        for slot in planned:
+        attention = iter(policies)
+        for slot, turned in zip(planned, turns(config), strict=True):
             if slot.other is not None:
                 made.append(slot.other())
                 continue
-            layer = next(policies)
-            format_of(layer.format, dim)  # refuse now what the first tokens would
-            turned_so = turned[slot.window is not None]
-            made.append(AuraLayer(len(made), layer, slot.window, turned_so, options, self._shared))
+            made.append(AuraLayer(len(made), next(attention), slot.window, turned, self._context, slot.shared))
         super().__init__(layers=made)
 
     @property
@@ -84,14 +89,16 @@ class AuraCache(Cache):  # type: ignore[misc]
 
     @property
     def lost(self) -> list[str]:
-        """One sentence for each layer whose keys, judged by the first 68 or more tokens, do not survive its format."""
-        return list(self._shared.lost.values())
+        """One sentence for each layer whose keys, judged by the first 68 or more tokens, do not survive its format, or
+        one for all layers, where only together they lose too much."""
+        return self._context.guard.lost
 
     @property
     def waits_for(self) -> int | None:
         """From how many tokens on they are compressed, while there are fewer: keys, values and queries lie there as
         they came, because keys are measured first. None: nothing waits."""
-        return next((layer.waits_for for layer in self.compressed if layer.waits_for is not None), None)
+        waits = (layer.calibration.waits_for for layer in self.compressed)
+        return next((count for count in waits if count is not None), None)
 
     @property
     def bytes_held(self) -> int:
@@ -143,12 +150,20 @@ def _policy(format: Formats) -> Policy | None:
     return Policy.find(format) if isinstance(format, str | Path) else None
 
 
-def _policies(format: Formats, layers: Mapping[int, str], config: PreTrainedConfig) -> list[LayerPolicy]:
-    """What each attention layer gets; `layers` changes formats only."""
-    count = sum(slot.other is None for slot in slots(config))
+def _name(format: Formats) -> str:
+    """In the words of the user."""
     if isinstance(format, Policy):
-        text = config.get_text_config(decoder=True)
-        format.check_model(count, getattr(text, "num_key_value_heads", None), head_dim(config))
+        return "this policy"
+    return str(format) if isinstance(format, str | Path) else "these formats"
+
+
+def _policies(
+    format: Formats, layers: Mapping[int, str], config: PreTrainedConfig, dims: list[int]
+) -> list[LayerPolicy]:
+    """What each attention layer, with keys of these dimensions, gets; `layers` changes formats only."""
+    count = len(dims)
+    if isinstance(format, Policy):
+        format.check_model(count, *uniform_shape(config))
         made = list(format.layers)
     else:
         named = [format(layer, count) if callable(format) else str(format) for layer in range(count)]
@@ -156,5 +171,5 @@ def _policies(format: Formats, layers: Mapping[int, str], config: PreTrainedConf
     for layer, name in layers.items():
         if not isinstance(layer, int) or not -count <= layer < count:
             raise InputError(f"this model has attention layers 0 … {count - 1} (or −{count} … −1), got {layer}")
-        made[layer] = made[layer].with_format(name, head_dim(config))
+        made[layer] = made[layer].with_format(name, dims[layer])
     return made

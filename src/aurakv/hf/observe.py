@@ -20,12 +20,12 @@ _NAME = "aurakv-observed"
 def observe(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> list[Moments]:
     """One for each attention layer, over the tokens ids [1, n] but the first few, which are unlike all others."""
     cache = AuraCache(model.config, "k16v16", first=0)
-    moments = {id(layer): Moments(layer.turns) for layer in cache.compressed}
+    moments = {id(layer): Moments(layer.calibration.turns) for layer in cache.compressed}
 
     def watched(module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(key, Handle):
-            layer, k = key.step.layer, key.step.new[0]
-            position = torch.arange(layer.columns.total, layer.columns.total + k.shape[2], device=k.device)
+            layer, k = key.update.layer, key.update.new[0]
+            position = torch.arange(layer.padding.total, layer.padding.total + k.shape[2], device=k.device)
             rows = position >= SINKS
             k, q = (x[0].transpose(0, 1)[rows] for x in (k, query))
             moments[id(layer)].add(k, q, position[rows])

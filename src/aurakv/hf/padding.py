@@ -1,4 +1,4 @@
-"""Columns: which columns of a padded batch hold real tokens. The caches underneath never store the others."""
+"""Padding: which columns of a padded batch hold real tokens. The caches underneath never store the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Chunk(NamedTuple):
     real: Tensor | None  # [seqs, width] bool on the host; None: all are real
 
 
-class Columns:
+class Padding:
     def __init__(self, seqs: int) -> None:
         self.seqs, self.total = seqs, 0
         self._chunks: list[_Chunk] = []
@@ -31,8 +31,8 @@ class Columns:
             self._chunks.append(_Chunk(count, real))
         self.total += count
 
-    def copy(self) -> Columns:
-        clone = Columns(self.seqs)
+    def copy(self) -> Padding:
+        clone = Padding(self.seqs)
         clone.total, clone._chunks = self.total, list(self._chunks)
         return clone
 
@@ -56,7 +56,7 @@ class Columns:
             self._chunks = [_Chunk(count, None if real is None else real[index]) for count, real in self._chunks]
         self.seqs = len(index)
 
-    def of(self, seq: int) -> Tensor:
+    def columns(self, seq: int) -> Tensor:
         """The column of each real token of a sequence."""
         parts, start = [torch.empty(0, dtype=torch.int64)], 0
         for count, real in self._chunks:

@@ -14,7 +14,7 @@ from .cache import attach
 UNCOMPRESSED = "none"
 
 
-def choose(model: PreTrainedModel, name: str, **options: Any) -> Cache:
+def cache_named(model: PreTrainedModel, name: str, **options: Any) -> Cache:
     """A fresh cache, and the attention that goes with it: "none" is transformers' own, else as in `attach`."""
     if name != UNCOMPRESSED:
         return attach(model, name, **options)

@@ -1,0 +1,73 @@
+"""KeyGuard: what is done about keys that do not survive their format, layer by layer and over all layers of a cache."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+from ..calibration.guard import ON_AVERAGE, Check, more_than, width_for
+from ..calibration.policy import LayerPolicy
+
+
+class KeyGuard:
+    def __init__(self, given: str, layers: int, widen: bool) -> None:
+        self.given = given  # the format, as the user named it
+        self.layers = layers  # with keys that are coded
+        self.widen = widen  # lost keys are stored wider; otherwise the user is warned
+        self._moved: dict[int, float] = {}  # nats by which attention moves, by layer
+        self._lost: dict[int, str] = {}  # a sentence for each layer whose keys are lost
+        self._together: str | None = None  # and one where only all layers together lose too much
+        self._warned = False
+
+    @property
+    def lost(self) -> list[str]:
+        return [*self._lost.values(), *([] if self._together is None else [self._together])]
+
+    def judge(self, index: int, policy: LayerPolicy, check: Check) -> LayerPolicy:
+        """How a layer stores its keys: as the policy says, or wider."""
+        if self.widen:
+            return self._widened(index, policy, check)
+        self._moved[index] = check.moved(policy)
+        if check.lost(policy):
+            self._lost[index] = self._sentence(
+                f"keys do not survive {policy.format} in layer {index} of this model ({check.finding(policy)})",
+                check.widened(policy).format,
+            )
+            self._warn(self._lost[index])
+        mean = sum(self._moved.values()) / self.layers
+        if len(self._moved) == self.layers and mean > ON_AVERAGE and not self._lost:
+            self._together = self._sentence(
+                f"keys do not survive {self.given} in this model (the attention of its {self.layers} layers moves by"
+                f" {more_than(mean, ON_AVERAGE)} nats on average where {ON_AVERAGE} are tolerated)",
+                width_for(policy.format, check.k, ON_AVERAGE / mean),
+            )
+            self._warn(self._together)
+        return policy
+
+    def forget(self, index: int) -> None:
+        """What is known of a layer that begins anew."""
+        self._moved.pop(index, None)
+        self._lost.pop(index, None)
+        self._together = None
+
+    def copy(self) -> KeyGuard:
+        clone = copy.copy(self)
+        clone._moved, clone._lost = dict(self._moved), dict(self._lost)
+        return clone
+
+    def _widened(self, index: int, policy: LayerPolicy, check: Check) -> LayerPolicy:
+        """Once the layers so far have moved by what all may move together, no other may move by more than average."""
+        most = ON_AVERAGE if sum(self._moved.values()) > ON_AVERAGE * self.layers else None
+        if check.lost(policy, most):
+            policy = check.widened(policy, most)
+        self._moved[index] = check.moved(policy)
+        return policy
+
+    def _sentence(self, finding: str, better: str) -> str:
+        return f"{finding}: {better} would keep them, or AuraCache without a format, which chooses by itself"
+
+    def _warn(self, sentence: str) -> None:
+        """Once for a cache; all sentences are kept."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(sentence, stacklevel=2)
