@@ -445,8 +445,6 @@ def test_no_full_precision_mirror():
         ("Mamba2Config", {}, "nothing to compress|no attention layers"),
         ("RwkvConfig", {}, "inside the model"),
         ("RecurrentGemmaConfig", {}, "inside the model"),
-        ("Gemma3nTextConfig", {}, "shares keys and values"),
-        ("Gemma3nConfig", {}, "shares keys and values"),
         ("T5Config", {}, "decoder-only"),
         ("WhisperConfig", {}, "decoder-only"),
     ],
