@@ -1,6 +1,6 @@
 """Growth of the cost of a decode step over tokens, batch and heads, from the JSON of benchmarks/cpu.py.
 
-python benchmarks/cpu_plot.py benchmarks/baselines/cpu-growth.json docs/cpu-growth.svg
+python benchmarks/cpu_plot.py benchmarks/baselines/cpu-growth.json docs/images/cpu-growth.svg
 """
 
 from __future__ import annotations

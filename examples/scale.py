@@ -3,7 +3,7 @@
 python examples/scale.py --tokens 10_000_000 --ranks 1 2 4 8 16 32 64
 
 Nothing is measured here. Sizes come from the formats and the placement from the code of ShardedCache; speeds of memory
-and links are arguments. docs/parallel.md has the formulae.
+and links are arguments. docs/lab/parallel.md has the formulae.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// What the kernels with int16 arithmetic share: queries and weights as int16 with a factor per row, so scaled that no
+// What the kernels with int16 arithmetic share: queries and weights as int16 with a factor per row, scaled so that no
 // int32 sum can overflow. Levels are int16 in units of Codec::unit.
 #pragma once
 #include "work.hpp"

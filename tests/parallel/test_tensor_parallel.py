@@ -115,7 +115,7 @@ def test_example():
 
 
 def test_scale():
-    """The table of docs/parallel.md is what examples/scale.py prints."""
+    """The table of docs/lab/parallel.md is what examples/scale.py prints."""
     run = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "scale.py")],
         capture_output=True,
@@ -126,7 +126,7 @@ def test_scale():
     assert run.returncode == 0, run.stderr
     rows = [line for line in run.stdout.splitlines() if line.startswith("|")]
     assert len(rows) > 15
-    document = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "lab" / "parallel.md").read_text(encoding="utf-8")
     for row in rows:
         assert row in document, row
     held = kv.Format.parse("k4v4", 128).bytes_per_token * 8 * 80 * 10_000_000 / 64 / 2**30
