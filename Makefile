@@ -70,9 +70,10 @@ golden: $(VENV)/.test
 
 include make/native.mk
 include make/serving.mk
+include make/site.mk
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) build dist
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,6 +1,7 @@
 """The documents are true: their Python runs, and docs/format.md alone is enough to read what the library writes."""
 
 import hashlib
+import importlib.util
 import json
 import re
 import struct
@@ -18,8 +19,10 @@ from aurakv.format.packing import pack
 from aurakv.storage.uncompressed import Uncompressed
 
 ROOT = Path(__file__).parent.parent
-FORMAT = ROOT / "docs" / "format.md"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+FORMAT = DOCS / "format.md"
+DOCUMENTS = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted(DOCS.rglob("*.md"))]
+USER_PAGES = ("transformers", "serving", "quality", "cpu", "gpu", "parallel")
 CPU = torch.device("cpu")
 
 
@@ -70,7 +73,7 @@ def document():
     return execute(FORMAT)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_python_in_documents_runs(path, tmp_path, monkeypatch):
     if path.name == "transformers.md":
         pytest.importorskip("transformers", reason="transformers is not installed")
@@ -78,7 +81,7 @@ def test_python_in_documents_runs(path, tmp_path, monkeypatch):
     execute(path)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_python_in_documents_says_whether_it_runs(path):
     for info, _, line in fences(path):
         if info.split()[:1] == ["python"]:
@@ -86,10 +89,48 @@ def test_python_in_documents_says_whether_it_runs(path):
             assert info in allowed, f"{path.name}:{line}: a Python block is one of {allowed}, got {info!r}"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_inside_the_repository_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), f"{path.name} links to {target}, which is not there"
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        file = path.parent / target if target else path
+        assert file.exists(), f"{path.name} links to {target}, which is not there"
+        if anchor:
+            assert anchor[1:] in headings(file), f"{path.name} links to {target}{anchor}, which is not there"
+
+
+def headings(path):
+    """The anchors of a page, as GitHub and MkDocs both make them from headings of words, digits, dots and hyphens."""
+    lines = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line).strip().lower().replace(" ", "-") for line in lines}
+
+
+def test_the_site_lists_every_page():
+    listed = re.findall(r"([\w/-]+\.md)\s*$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    outside = ["index.md", "contributing.md", "changelog.md"]  # made of README.md, CONTRIBUTING.md and CHANGELOG.md
+    assert sorted(listed) == sorted([*outside, *(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))])
+
+
+@pytest.mark.parametrize("name", USER_PAGES)
+def test_user_pages_are_short(name):
+    words = len((DOCS / f"{name}.md").read_text(encoding="utf-8").split())
+    assert words <= 1100, f"{name}.md has {words} words: measurements and experiments go to docs/lab"
+
+
+def test_a_built_site_is_checked(tmp_path):
+    spec = importlib.util.spec_from_file_location("check_site", ROOT / "tools" / "check_site.py")
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    (tmp_path / "b.html").write_text('<h1 id="there">b</h1> <a href="https://example.org">other hosts may be named</a>')
+    good = '<a href="b.html#there">b</a> <a href="#here" id="here">here</a> <img src="data:image/png;base64,AA">'
+    (tmp_path / "a.html").write_text(good)
+    assert check.problems(tmp_path) == []
+    bad = '<a href="c.html">c</a> <a href="b.html#gone">b</a> <script src="https://example.org/x.js"></script>'
+    (tmp_path / "a.html").write_text(bad)
+    assert check.problems(tmp_path) == [
+        "a.html fetches https://example.org/x.js",
+        "a.html links to b.html#gone, which has no such anchor",
+        "a.html links to c.html, which is not there",
+    ]
 
 
 def test_signs(document):
