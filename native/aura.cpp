@@ -183,8 +183,7 @@ EXPORT const Codec* aura_codec(const int64_t* numbers, const float* levels, cons
   std::memcpy(c->levels, levels, 4 * count);
   for (int i = 0; i < 256; i++) c->bounds[i] = i < count - 1 ? bounds[i] : INFINITY;
   for (int i = count; i < 256; i++) c->levels[i] = 0;
-  std::memcpy(c->sign, sign, 4 * c->dim);
-  std::memcpy(c->paley, paley, 4 * c->base * c->base);
+  if (c->base) std::memcpy(c->sign, sign, 4 * c->dim), std::memcpy(c->paley, paley, 4 * c->base * c->base);
   fix_levels(c->levels, count, c->bits > 4 ? 24576 : 12288, c->bits > 4 ? 32767 : 16383, &c->keys);
   fix_rest(c->levels, count, c->keys, &c->key_rest);
   fix_levels(c->levels, count, 10240, 14336, &c->values);

@@ -5,7 +5,7 @@
 
 namespace aura {
 
-constexpr int AURA_VERSION = 4;  // raise with every change of a structure below; backends/native/abi.py has the same
+constexpr int AURA_VERSION = 5;  // raise with every change of a structure below; backends/native/abi.py has the same
 constexpr int MAX_CODED_DIM = 1024;
 constexpr int ROWS = 64;          // query rows (query x head of a group) that share one pass over the keys
 constexpr int TILE = 64;          // tokens whose scores are held at once
@@ -22,7 +22,7 @@ struct Codec {
   int64_t dim, bits, dtype;       // dtype of the scale; at 16 bits of the vector
   int64_t row_bytes, scale_bytes;
   int64_t lsq;                    // scale rule: 0 is l2
-  int64_t base;                   // m of dim = m·2^k
+  int64_t base;                   // m of dim = m·2^k; 0: the caller rotates
   float levels[256], bounds[256]; // bounds beyond 2^bits - 2 are +inf
   float sign[MAX_CODED_DIM];      // ±1/√dim
   float paley[36 * 36];

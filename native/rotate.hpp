@@ -73,16 +73,19 @@ template <class V> inline void hadamard(const Codec& c, V* __restrict a, bool tr
       }
 }
 INLINE void rotate(const Codec& c, v16* tile) {
+  if (!c.base) return;
   for (int64_t d = 0; d < c.dim; d++) tile[d] *= c.sign[d];
   hadamard(c, tile, false);
 }
 INLINE void unrotate(const Codec& c, v16* tile) {
+  if (!c.base) return;
   hadamard(c, tile, true);
   for (int64_t d = 0; d < c.dim; d++) tile[d] *= c.sign[d];
 }
 
 // One vector in double.
 inline void rotate(const Codec& c, double* x) {
+  if (!c.base) return;
   const double unit = 1 / sqrt(double(c.dim));
   for (int64_t d = 0; d < c.dim; d++) x[d] *= c.sign[d] > 0 ? unit : -unit;
   hadamard(c, x, false);
@@ -114,9 +117,9 @@ INLINE void hadamard_row(float* x, int64_t dim) {
 }
 #endif
 
-// rows = R rows (or Rᵀ rows) in place, [count][stride] floats; nothing at 16 bits.
+// rows = R rows (or Rᵀ rows) in place, [count][stride] floats; nothing at 16 bits and where the caller rotates.
 inline void rotate_rows(const Codec& c, float* rows, int64_t stride, int64_t count, bool inverse) {
-  if (c.bits == 16) return;
+  if (c.bits == 16 || !c.base) return;
 #if defined(__AVX512F__)
   if (c.base == 1) {
     for (int64_t r = 0; r < count; r++) {

@@ -34,10 +34,10 @@ def as_int32(words) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int64).to(torch.uint32).view(torch.int32)
 
 
-def expected(codes, norms, codec):
-    """x̂ = Rᵀ · norm · level / √dim in float64."""
+def expected(codes, norms, codec, divisor):
+    """x̂ = Rᵀ · norm · level / divisor in float64."""
     levels = torch.tensor(codec.levels, dtype=torch.float64)
-    return codec.unrotate(levels[codes] * norms.double()[..., None] / math.sqrt(codec.dim))
+    return codec.unrotate(levels[codes] * norms.double()[..., None] / divisor)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -46,10 +46,10 @@ def test_u32(dim, bits):
     codec = kv.Codec(dim, bits, dtype=torch.float32)
     codes, norms = random_cache(dim, bits, 5, 3)
     words = as_int32([[u32_words(row, bits) for row in token] for token in codes.tolist()])
-    for given in (words, words.view(torch.uint32)):
-        got = codes_from_u32(given, norms, codec)
+    for given, options in ((words, {}), (words.view(torch.uint32), {}), (words, {"divisor": math.sqrt(dim)})):
+        got = codes_from_u32(given, norms, codec, **options)
         assert got.data.shape == (5, 3, codec.row_bytes)
-        want = expected(codes, norms, codec)
+        want = expected(codes, norms, codec, options.get("divisor", 1.0))
         error = (kv.decode(got, codec, dtype=torch.float64) - want).norm() / want.norm()
         assert error < 1e-7  # the scale is rounded to float32 once
 
@@ -60,7 +60,7 @@ def test_nibbles(dim):
     codes, norms = random_cache(dim, 4, 2, 7, 3)
     data = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
     got = codes_from_nibbles(data, norms, codec)
-    want = expected(codes, norms, codec)
+    want = expected(codes, norms, codec, math.sqrt(dim))
     assert (kv.decode(got, codec, dtype=torch.float64) - want).norm() < 1e-7 * want.norm()
     bare = codes_from_nibbles(data, norms, codec, divisor=1.0)
     assert torch.equal(bare.scale, norms)
@@ -88,7 +88,7 @@ def test_appended_codes_attend_as_the_original_would():
     cache = kv.KVCache.contiguous(kv.Format(key, value), 1, 2, backend="reference")
     cache.append_codes(codes_from_u32(words, norms, key), codes_from_nibbles(data, value_norms, value), [0, 50])
     q = torch.randn(1, 4, 80, dtype=torch.float64)
-    k, v = expected(codes, norms, key), expected(nibbles, value_norms, value)
+    k, v = expected(codes, norms, key, 1.0), expected(nibbles, value_norms, value, 8.0)
     weight = torch.einsum("hgd,nhd->hgn", q[0].view(2, 2, 80), k).div(math.sqrt(80)).softmax(-1)
     want = torch.einsum("hgn,nhd->hgd", weight, v).view(1, 4, 64)
     assert (cache.attend(q).out - want).norm() < 1e-6 * want.norm()
@@ -96,7 +96,7 @@ def test_appended_codes_attend_as_the_original_would():
 
 def test_scales_beyond_float16_saturate_as_in_encode():
     codec = kv.Codec(16, 8)
-    got = codes_from_u32(torch.zeros(2, 1, 4, dtype=torch.int32), torch.tensor([[1e9], [4.0]]), codec)
+    got = codes_from_u32(torch.zeros(2, 1, 4, dtype=torch.int32), torch.tensor([[1e9], [1.0]]), codec)
     assert got.scale.tolist() == [[torch.finfo(torch.float16).max], [1.0]]
 
 
@@ -156,3 +156,5 @@ def test_wrong_input(function, data, norms, codec, sentence):
 def test_wrong_divisor(divisor):
     with pytest.raises(InputError, match="divisor must be positive and finite"):
         codes_from_nibbles(octets(3, 2, 32), ONE, C4, divisor=divisor)
+    with pytest.raises(kv.InputError, match="divisor must be positive and finite"):
+        codes_from_u32(words(3, 2, 8), ONE, C4, divisor=divisor)

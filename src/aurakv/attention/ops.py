@@ -147,6 +147,7 @@ def attend(
     splits: int | None = None,
     precision: str = "fast",
     workspace: Tensor | None = None,
+    rotated: bool = False,
     backend: str | None = None,
 ) -> Partial:
     """Attention of queries [tokens, heads, key dim] over the stored tokens of their sequences.
@@ -154,13 +155,18 @@ def attend(
     Sequence i owns rows starts[i]:starts[i+1], and these are its last tokens: the last one is at position ends[i] − 1,
     by default the last stored token. Without starts each has one, a single sequence all of them. `splits` sets into how
     many parts a sequence is cut for parallel work; `precision="float32"` asks for float32 accuracy where the default is
-    coarser.
+    coarser. `rotated`: the caller rotates. Queries come as R q (`format.key.rotate`), and the output stays rotated
+    (`format.value.unrotate` turns it back). A caller who has scaled the queries, too, says `Scoring(scale=1.0)`.
     """
     if torch.compiler.is_compiling():
         from . import torch_ops
 
-        return torch_ops.attend(q, pages, starts, scoring, ends, sink_logits, splits, precision, workspace, backend)
+        options = (splits, precision, workspace, rotated, backend)
+        return torch_ops.attend(q, pages, starts, scoring, ends, sink_logits, *options)
     pages.check()
+    instance("rotated", rotated, bool)
+    if rotated:
+        pages = pages.unrotated()
     instance("scoring", scoring, Scoring)
     checks.reach(pages, scoring)
     device = pages.data.device

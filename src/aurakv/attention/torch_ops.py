@@ -187,6 +187,7 @@ def _attend(
     threshold: float,
     splits: int | None,
     precision: str,
+    rotated: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     parsed = parse_format(format, key_dim, value_dim)
@@ -202,6 +203,7 @@ def _attend(
         splits=splits,
         precision=precision,
         workspace=workspace,
+        rotated=rotated,
         backend=backend,
     )
 
@@ -223,12 +225,14 @@ def attend(
     splits: int | None,
     precision: str,
     workspace: Tensor | None,
+    rotated: bool,
     backend: str | None,
 ) -> Partial:
     bounds, last = _tensor("starts", starts), _tensor("ends", ends)
     out, lse = torch.ops.aurakv.attend(
-        q, bounds, last, sink_logits, workspace, *_flat(pages), *_flat_scoring(scoring), splits, precision, backend
-    )
+        q, bounds, last, sink_logits, workspace, *_flat(pages), *_flat_scoring(scoring),
+        splits, precision, rotated, backend,
+    )  # fmt: skip
     return Partial(out, lse)
 
 

@@ -5,6 +5,7 @@ x̂ = offset + scale · Rᵀ · levels[codes], the same for keys and values. The
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..arguments import index, instance, shown, whole
 from ..errors import InputError, cut, short
 from . import levels as codebook
-from .rotation import MAX_DIM, base_order, rotation
+from .rotation import MAX_DIM, PLAIN, SEEDED, UNROTATED, base_order, chosen_signs, named_signs, rotation
 
 BITS = (*codebook.CODE_BITS, 16)
 Side = Literal["key", "value"]
@@ -26,6 +27,8 @@ Side = Literal["key", "value"]
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}  # as names spell them
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SCALES = ("l2", "lsq")
+_SIGNS = (PLAIN, UNROTATED, "signs<hex>")
+_ROTATION = {"seed", "signs"}  # one of them says which signs
 _NAME = r"k([1-9]\d?)(?:((?::[^:/]+)+)/|/?)v([1-9]\d?)((?::[^:/]+)*)"  # options of the key end with a slash
 _NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
 
@@ -48,6 +51,8 @@ class Codec:
     scale: str = "l2"
     dtype: torch.dtype = torch.float16  # of the scale; at 16 bits of the vector itself
     seed: int = 0
+    signs: str | Sequence[int] = SEEDED  # of the rotation: the seed's, "plain" (all +1), or ±1, which are kept as a
+    # text of hexadecimal digits; "unrotated": there is no rotation, the caller rotates
     levels: codebook.Levels = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)  # every option spelled out, whatever side it is on
 
@@ -62,7 +67,12 @@ class Codec:
             whole("head_dim", self.dim, 1, MAX_DIM)
             if self.dtype not in DTYPE_NAMES:
                 raise InputError(f"vectors are stored as one of {list(DTYPES)}, got {self.dtype}")
-            for name, none in (("table", ""), ("scale", ""), ("seed", 0)):  # 16-bit vectors have no codes
+            for name, none in (
+                ("table", ""),
+                ("scale", ""),
+                ("seed", 0),
+                ("signs", ""),
+            ):  # 16-bit vectors have no codes
                 object.__setattr__(self, name, none)
             object.__setattr__(self, "levels", ())
             object.__setattr__(self, "name", f"16:{DTYPE_NAMES[self.dtype]}")
@@ -73,11 +83,14 @@ class Codec:
         if self.dtype not in (torch.float16, torch.float32):
             raise InputError(f"scales are stored as f16 or f32, got {DTYPE_NAMES.get(self.dtype, self.dtype)}")
         whole("seed", self.seed, 0, 2**64 - 1)
+        object.__setattr__(self, "signs", named_signs(self.dim, self.signs))
+        if self.signs != SEEDED:
+            object.__setattr__(self, "seed", 0)  # nothing comes from it
         if not isinstance(self.table, str):
             object.__setattr__(self, "table", codebook.check_levels(self.table, self.bits))
         levels = _named_levels(self.table, self.bits) if isinstance(self.table, str) else self.table
         object.__setattr__(self, "levels", levels)
-        options = (_table_name(self.table), self.scale, DTYPE_NAMES[self.dtype], f"seed{self.seed}")
+        options = (_table_name(self.table), self.scale, DTYPE_NAMES[self.dtype], _signs_name(self))
         object.__setattr__(self, "name", ":".join((str(self.bits), *options)))
 
     @classmethod
@@ -91,7 +104,7 @@ class Codec:
     def __hash__(self) -> int:  # remembered: every call looks its codecs up
         known = self.__dict__.get("_hash")
         if known is None:
-            known = hash((self.dim, self.bits, self.table, self.scale, self.dtype, self.seed))
+            known = hash((self.dim, self.bits, self.table, self.scale, self.dtype, self.seed, self.signs))
             object.__setattr__(self, "_hash", known)
         return known
 
@@ -99,6 +112,19 @@ class Codec:
     def coded(self) -> bool:
         """False at 16 bits: no rotation, no codes, no scale."""
         return self.bits != 16
+
+    @property
+    def rotates(self) -> bool:
+        """False at 16 bits and where the caller rotates."""
+        return self.coded and self.signs != UNROTATED
+
+    def sign_list(self) -> list[int]:
+        """The signs ±1 of a codec that rotates."""
+        return chosen_signs(self.dim, self.seed, str(self.signs))
+
+    def unrotated(self) -> Codec:
+        """The same codes without the rotation: decodes to R x̂. For callers who rotate themselves."""
+        return dataclasses.replace(self, signs=UNROTATED) if self.coded else self
 
     @property
     def row_bytes(self) -> int:
@@ -119,12 +145,12 @@ class Codec:
         return _constant(codebook.boundaries(self.levels), dtype, device)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """R x over the last dimension; x itself at 16 bits."""
-        return x @ rotation(self.dim, self.seed, x.dtype, x.device).T if self.coded else x
+        """R x over the last dimension; x itself at 16 bits and where the caller rotates."""
+        return x @ rotation(self.dim, self.seed, x.dtype, x.device, str(self.signs)).T if self.rotates else x
 
     def unrotate(self, y: Tensor) -> Tensor:
-        """Rᵀ y over the last dimension; y itself at 16 bits."""
-        return y @ rotation(self.dim, self.seed, y.dtype, y.device) if self.coded else y
+        """Rᵀ y over the last dimension; y itself at 16 bits and where the caller rotates."""
+        return y @ rotation(self.dim, self.seed, y.dtype, y.device, str(self.signs)) if self.rotates else y
 
 
 class PageLayout(NamedTuple):
@@ -162,7 +188,8 @@ class Format:
     def parse(cls, name: str, head_dim: int | tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Format:
         """The format called `name`, e.g. "k4v4", "k8:lsq/v3:f32", for one head_dim or (key dim, value dim).
 
-        Options are a level table (`codebook.TABLES`), l2 or lsq, f16 or f32 and a seed: docs/format.md, section 3.
+        Options are a level table (`codebook.TABLES`), l2 or lsq, f16 or f32 and the signs of the rotation (a seed,
+        plain, unrotated or given ones): docs/format.md, section 3.
         `dtype` is what 16-bit sides store unless the name says so.
         """
         match = re.fullmatch(_NAME, name, re.ASCII) if isinstance(name, str) else None
@@ -188,6 +215,10 @@ class Format:
     def full_name(self) -> str:
         """With every option of both sides: defaults may change, what this says does not."""
         return f"k{self.key.name}/v{self.value.name}"
+
+    def unrotated(self) -> Format:
+        """Both sides without their rotation, for callers who rotate themselves."""
+        return _unrotated(self)
 
     @property
     def bytes_per_token(self) -> int:
@@ -233,6 +264,11 @@ def parse_codec(name: str, dim: int) -> Codec:
     return _parse_side("key", dim, int(bits), options, torch.bfloat16)
 
 
+@functools.lru_cache(maxsize=256)
+def _unrotated(format: Format) -> Format:
+    return Format(format.key.unrotated(), format.value.unrotated())
+
+
 @functools.cache
 def _named_levels(name: str, bits: int) -> codebook.Levels:
     return codebook.table(name, bits)
@@ -256,6 +292,12 @@ def _table_name(table: str | codebook.Levels) -> str:
     return table if isinstance(table, str) else "[" + ",".join(str(np.float32(x)) for x in table) + "]"
 
 
+def _signs_name(codec: Codec) -> str:
+    if codec.signs == SEEDED:
+        return f"seed{codec.seed}"
+    return str(codec.signs) if codec.signs in (PLAIN, UNROTATED) else f"signs{codec.signs}"
+
+
 def _side_name(side: Side, codec: Codec) -> str:
     default = default_options(side, codec.bits)
     options = []
@@ -265,8 +307,8 @@ def _side_name(side: Side, codec: Codec) -> str:
         options.append(codec.scale)
     if codec.dtype != default["dtype"]:
         options.append(DTYPE_NAMES[codec.dtype])
-    if codec.seed != default.get("seed", 0):
-        options.append(f"seed{codec.seed}")
+    if codec.coded and (codec.signs != SEEDED or codec.seed != default["seed"]):
+        options.append(_signs_name(codec))
     return ":".join([f"{side[0]}{codec.bits}", *options])
 
 
@@ -282,14 +324,19 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
             field_name, setting = "table", name
         elif bits != 16 and re.fullmatch(r"seed\d{1,20}", name, re.ASCII):
             field_name, setting = "seed", int(name[4:])
+        elif bits != 16 and name in (PLAIN, UNROTATED):
+            field_name, setting = "signs", name
+        elif bits != 16 and re.fullmatch(r"signs[0-9a-f]+", name):
+            field_name, setting = "signs", name[5:]
         elif bits != 16 and name.startswith("[") and name.endswith("]"):
             field_name, setting = "table", _parse_levels(name)
         else:
             tables = [table for table in codebook.TABLES if bits in codebook.widths(table)]
-            allowed = list(DTYPES) if bits == 16 else [*tables, "[levels]", *_SCALES, "f16", "f32", "seed<n>"]
+            allowed = list(DTYPES) if bits == 16 else [*tables, "[levels]", *_SCALES, "f16", "f32", "seed<n>", *_SIGNS]
             raise InputError(f"an option of {side[0]}{bits} is one of {allowed}, got {short(name)}")
-        if field_name in options:
-            raise InputError(f"{side[0]}{bits} names its {field_name} twice: {cut(':'.join(names))}")
+        if field_name in options or (field_name in _ROTATION and _ROTATION & options.keys()):
+            what = "signs" if field_name in _ROTATION else field_name
+            raise InputError(f"{side[0]}{bits} names its {what} twice: {cut(':'.join(names))}")
         options[field_name] = setting
     if bits == 16:
         options.setdefault("dtype", dtype)

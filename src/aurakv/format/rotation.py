@@ -1,15 +1,18 @@
-"""The rotation R = H · diag(s) / √D: a Hadamard matrix of order D = m·2^k with pinned random signs."""
+"""The rotation R = H · diag(s) / √D: a Hadamard matrix of order D = m·2^k with the signs that a codec names."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..arguments import shown
 from ..errors import InputError
 
+SEEDED, PLAIN, UNROTATED = "seed", "plain", "unrotated"  # what a codec's signs may be called
 _PALEY = {12: 11, 20: 19, 28: 13, 36: 17}  # order -> prime q; q = 3 mod 4 gives order q+1, q = 1 mod 4 order 2(q+1)
 MAX_DIM = 1024
 
@@ -39,6 +42,37 @@ def signs(dim: int, seed: int) -> list[int]:
     return result
 
 
+def named_signs(dim: int, given: object) -> str:
+    """Signs as a codec holds them: "seed", "plain", "unrotated", or dim / 4 hexadecimal digits of given ±1.
+
+    A digit is four signs, the first in its highest bit; set means −1. All +1 become "plain".
+    """
+    if isinstance(given, str):
+        if given in (SEEDED, PLAIN, UNROTATED):
+            return given
+        if len(given) == dim // 4 and all(c in "0123456789abcdef" for c in given):
+            return given if given.strip("0") else PLAIN
+    else:
+        row = given.tolist() if hasattr(given, "tolist") else given
+        numbers = list(row) if isinstance(row, Sequence) else []
+        if len(numbers) == dim and all(isinstance(x, (int, float)) and x in (1, -1) for x in numbers):
+            bits = "".join("1" if x < 0 else "0" for x in numbers)
+            return named_signs(dim, f"{int(bits, 2):0{dim // 4}x}")
+    raise InputError(
+        f'signs must be "{SEEDED}", "{PLAIN}", "{UNROTATED}", {dim} numbers of ±1 or {dim // 4} hexadecimal digits,'
+        f" got {shown(given)}"
+    )
+
+
+def chosen_signs(dim: int, seed: int, name: str) -> list[int]:
+    """The signs of a codec that rotates, from its seed and what `named_signs` made of its signs."""
+    if name == SEEDED:
+        return signs(dim, seed)
+    if name == PLAIN:
+        return [1] * dim
+    return [-1 if bit == "1" else 1 for bit in f"{int(name, 16):0{dim}b}"]
+
+
 @functools.cache
 def hadamard(dim: int) -> Tensor:
     """H of order dim, entries ±1, float64: Sylvester doublings [[H, H], [H, −H]] of a Paley matrix of order m."""
@@ -49,10 +83,10 @@ def hadamard(dim: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device, name: str = SEEDED) -> Tensor:
     """R [dim, dim], orthonormal: `x @ R.T` rotates rows, `y @ R` rotates them back."""
     with torch.inference_mode(False):  # cached: must not become an inference tensor
-        sign = torch.tensor(signs(dim, seed), dtype=torch.float64)
+        sign = torch.tensor(chosen_signs(dim, seed, name), dtype=torch.float64)
         return (hadamard(dim) * sign / math.sqrt(dim)).to(device=device, dtype=dtype)
 
 

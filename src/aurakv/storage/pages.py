@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,17 @@ class Pages:
             return Codes(part.data[page, :, row], None if part.scale is None else part.scale[page, :, row])
 
         return gather(self.key_parts()), gather(self.value_parts())
+
+    def unrotated(self) -> Pages:
+        """The same bytes for a caller who rotates: vectors are R x̂, and so are the offsets."""
+        f = self.format
+        offsets = [
+            None if offset is None else codec.rotate(offset).contiguous()
+            for codec, offset in ((f.key, self.key_offset), (f.value, self.value_offset))
+        ]
+        pages = replace(self, format=f.unrotated(), key_offset=offsets[0], value_offset=offsets[1])
+        object.__setattr__(pages, "trusted", self.trusted)
+        return pages
 
     def check(self) -> None:
         """Refuse a description that does not fit its tensors, or, on the CPU, contents that are out of range.

@@ -226,7 +226,7 @@ def test_constants():
     assert arithmetic.curve((-3.0, -1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 4.0)) == ()  # looked up
     for dim in (64, 80, 128):
         codec = Format.parse("k4v4", dim).key
-        made = specialise.matrix(dim, codec.seed, torch.float64, torch.device("cpu")) * specialise.unit(codec)
+        made = specialise.matrix(codec, torch.float64, torch.device("cpu")) * specialise.unit(codec)
         column = torch.arange(made.shape[1])
         coordinate = column % (len(column) // 8) * 8 + column // (len(column) // 8)
         real = coordinate < dim

@@ -16,11 +16,11 @@ from torch import Tensor
 from ...attention.scoring import Scoring
 from ...format.codec import Codec, Codes
 from ...format.levels import boundaries
-from ...format.rotation import base_order, hadamard, signs
+from ...format.rotation import base_order, hadamard
 from ...storage.pages import Pages
 
 LIBRARY = "_native.so"
-VERSION = 4  # AURA_VERSION of native/aura.h
+VERSION = 5  # AURA_VERSION of native/aura.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NAMES = {
     "avx512": "AVX-512 with VNNI and VBMI",
@@ -96,13 +96,13 @@ def codec_address(codec: Codec) -> int:
     """Address of the codec as the library knows it. It lives as long as the process: a few kilobytes each."""
     if not codec.coded:
         return raw_codec_address(codec.dim, codec.dtype)
-    base = base_order(codec.dim)
+    base = base_order(codec.dim) if codec.rotates else 0
     numbers = (codec.dim, codec.bits, DTYPES[codec.dtype], int(codec.scale == "lsq"), base)
     root = codec.dim**-0.5
     floats = (
         codec.levels,
         boundaries(codec.levels),
-        [s * root for s in signs(codec.dim, codec.seed)],
+        [s * root for s in codec.sign_list()] if codec.rotates else (),
         hadamard(codec.dim)[:base, :base].flatten().tolist(),
     )
     arrays = [(ctypes.c_float * len(x))(*x) for x in floats]

@@ -37,10 +37,7 @@ def constants(codec: Codec, writer: specialise.Writer, device: torch.device) -> 
     if not codec.coded:
         return None, None, None
     dtype = next(dtype for dtype, name in specialise.DTYPES.items() if name == writer.how.operand)
-    if writer.alone:
-        matrix = specialise.lane_matrix(codec, dtype, device)
-    else:
-        matrix = specialise.matrix(codec.dim, codec.seed, dtype, device)
+    matrix = specialise.lane_matrix(codec, dtype, device) if writer.alone else specialise.matrix(codec, dtype, device)
     return matrix, codec.level_tensor(torch.float32, device), specialise.bounds(codec, writer, device)
 
 

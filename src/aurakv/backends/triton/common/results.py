@@ -153,9 +153,7 @@ def finish(
     """Launch finish_kernel for out [tokens, heads, dim]."""
     n, heads = lse.numel(), lse.shape[1]
     how = specialise.side(codec, float32, out.dtype)
-    matrix = (
-        specialise.matrix(codec.dim, codec.seed, torch.float16, out.device, transposed=True) if codec.coded else None
-    )
+    matrix = specialise.matrix(codec, torch.float16, out.device, transposed=True) if codec.coded else None
     padded = triton.next_power_of_2(splits)
     rows = 1 if n <= FEW_RESULTS else 64 if n >= MANY_RESULTS and not float32 and codec.dim <= 128 else 16
     finish_kernel[(triton.cdiv(n, rows),)](

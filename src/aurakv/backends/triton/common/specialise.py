@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....format.codec import Codec
 from ....format.levels import Levels
-from ....format.rotation import hadamard, signs
+from ....format.rotation import hadamard
 from ..append.grids import cell_tensor, grid_tensor, groups_asm, square_table, wide_cells
 from .arithmetic import curve, float16_unit, nibble_asm, polynomial
 from .codes import INTERPRETED
@@ -177,7 +177,7 @@ def single_product(how: Encoder) -> bool:
 def factored(codec: Codec, source: torch.dtype, changed: bool) -> bool:
     """Whether one warp can rotate vectors without the help of others, and quantises them by cells."""
     chosen = writer(codec, source, changed)
-    return bool(chosen.groups) and codec.dim in (64, 128) and single_product(chosen.how)
+    return bool(chosen.groups) and codec.rotates and codec.dim in (64, 128) and single_product(chosen.how)
 
 
 @functools.cache
@@ -191,7 +191,7 @@ def lane_matrix(codec: Codec, dtype: torch.dtype, device: torch.device) -> Tenso
     rows, columns = encode_bits(codec.dim)
     meet = torch.stack([(k >> rows.index(bit)) & (n >> columns.index(bit)) & 1 for bit in rows]).sum(0)
     entries = ((1 - 2 * (meet % 2)) * 2.0 ** -_halvings(codec.dim)).permute(1, 0, 2, 3, 4).to(dtype)
-    sign = torch.where(torch.tensor(signs(codec.dim, codec.seed)) < 0, -0.0, 0.0).to(dtype)
+    sign = torch.where(torch.tensor(codec.sign_list()) < 0, -0.0, 0.0).to(dtype)
     with torch.inference_mode(False):
         return torch.cat([x.contiguous().flatten().view(torch.int32) for x in (entries, sign)]).to(device)
 
@@ -225,18 +225,20 @@ def coordinates(width: int, order: Order) -> Tensor:
 
 @functools.cache
 def matrix(
-    dim: int, seed: int, dtype: torch.dtype, device: torch.device, transposed: bool = False, order: Order = "planes"
+    codec: Codec, dtype: torch.dtype, device: torch.device, transposed: bool = False, order: Order = "planes"
 ) -> Tensor:
-    """R·√dim / 2^halvings: ± a power of two, so exact in every dtype, and no sum overflows that R's would not.
+    """R·√dim / 2^halvings: ± a power of two, so exact in every dtype, and no sum overflows that R's would not. 1 where
+    the caller rotates.
 
     [dim, columns] with entry (c, i) of coordinate c of x and column i of a rotated tile; or transposed.
     """
-    width = _columns(dim)
-    signed = hadamard(dim) * torch.tensor(signs(dim, seed), dtype=torch.float64)  # [rotated, c]
+    dim, width = codec.dim, _columns(codec.dim)
+    signed = torch.eye(dim, dtype=torch.float64)  # [rotated, c]
+    if codec.rotates:
+        signed = hadamard(dim) * torch.tensor(codec.sign_list(), dtype=torch.float64) * 2.0 ** -_halvings(dim)
     padded = torch.zeros(dim, width, dtype=torch.float64)
     coordinate = coordinates(width, order)
     padded[:, coordinate < dim] = signed.T[:, coordinate[coordinate < dim]]
-    padded *= 2.0 ** -_halvings(dim)
     with torch.inference_mode(False):  # cached: must not become an inference tensor
         return (padded.T if transposed else padded).contiguous().to(device=device, dtype=dtype)
 
@@ -265,7 +267,7 @@ def unrotate_chunk(codec: Codec) -> int:
 
 def unit(codec: Codec) -> float:
     """What a product with `matrix` is to be multiplied by."""
-    return 2.0 ** _halvings(codec.dim) / math.sqrt(codec.dim)
+    return 2.0 ** _halvings(codec.dim) / math.sqrt(codec.dim) if codec.rotates else 1.0
 
 
 def _halvings(dim: int) -> int:

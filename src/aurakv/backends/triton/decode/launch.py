@@ -21,7 +21,6 @@ from ....attention.partial import Partial
 from ....attention.scoring import Scoring
 from ....attention.step import Rows
 from ....format.codec import Codec, Format
-from ....format.rotation import signs
 from ....storage.pages import Pages
 from ..common.launcher import Launch
 from ..common.target import capability, multiprocessors
@@ -68,6 +67,8 @@ def why_not_format(format: Format) -> str | None:
     key, value = format.key, format.value
     if key.dim != value.dim:
         return f"keys and values must have the same dim, got {key.dim} and {value.dim}"
+    if not (key.rotates and value.rotates):
+        return "it rotates queries and results itself"
     for side in (key, value):
         if side.dtype != torch.float16 or side.dim not in WIDTHS.get(side.bits, ()):
             return f"it reads codes with float16 scales of the widths and dims {WIDTHS}, got {format} of {side.dim}"
@@ -343,7 +344,7 @@ def _descriptors(pages: Pages, tile: int) -> tuple[TensorDescriptor, ...]:
 @functools.cache
 def _signs(codec: Codec, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(signs(codec.dim, codec.seed), dtype=torch.float32, device=device) / math.sqrt(codec.dim)
+        return torch.tensor(codec.sign_list(), dtype=torch.float32, device=device) / math.sqrt(codec.dim)
 
 
 @functools.cache

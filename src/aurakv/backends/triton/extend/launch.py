@@ -158,14 +158,14 @@ def attend(
     grid = (pages.kv_heads, triton.cdiv(tokens * group, PREPARED))
     multiplier = scoring.multiplier(key.dim) * LOG2E.value
     if key.bits > 4:
-        matrix = specialise.matrix(key.dim, key.seed, dtype, q.device, order=_order(key))
+        matrix = specialise.matrix(key, dtype, q.device, order=_order(key))
         side = specialise.side(key, False, q.dtype, key=True)
         prepare_kernel[grid](
             q, *q.stride(), pages.key_offset, matrix, parts, factors, n, multiplier, heads, group, side, rotate,
             PREPARED,
         )  # fmt: skip
     else:
-        matrix = specialise.matrix(key.dim, key.seed, dtype, q.device, order="natural")
+        matrix = specialise.matrix(key, dtype, q.device, order="natural")
         prepare_integers_kernel[grid](
             q, *q.stride(), pages.key_offset, matrix, parts, factors, n, multiplier, how.key_step, heads, group, rotate,
             PREPARED,

@@ -216,10 +216,10 @@ def _attend(
     key_matrix = value_matrix = key_levels = value_levels = None
     if key.coded:
         dtype = next(dtype for dtype, name in specialise.DTYPES.items() if name == rotate.operand)
-        key_matrix = specialise.matrix(key.dim, key.seed, dtype, q.device)
+        key_matrix = specialise.matrix(key, dtype, q.device)
         key_levels = specialise.level_tensor(key, k_side, q.device)
     if value.coded:
-        value_matrix = specialise.matrix(value.dim, value.seed, torch.float16, q.device, transposed=True)
+        value_matrix = specialise.matrix(value, torch.float16, q.device, transposed=True)
         value_levels = value.level_tensor(torch.float32, q.device)
     unit = specialise.unit(value) if value.coded else 1.0
     chunk = specialise.unrotate_chunk(value)

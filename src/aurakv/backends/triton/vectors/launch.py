@@ -48,7 +48,7 @@ def scores(q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tens
         matrix = levels = None
         if codec.coded:
             dtype = next(dtype for dtype, name in specialise.DTYPES.items() if name == rotate.operand)
-            matrix = specialise.matrix(codec.dim, codec.seed, dtype, q.device)
+            matrix = specialise.matrix(codec, dtype, q.device)
             levels = codec.level_tensor(torch.float32, q.device)
         grid = (triton.cdiv(n, keys), kv_heads, triton.cdiv(tokens * group, ROWS))
         scores_kernel[grid](
@@ -105,7 +105,7 @@ def _back(codec: Codec, device: torch.device) -> tuple[Tensor | None, Tensor | N
     """The matrix that rotates back, and the levels."""
     if not codec.coded:
         return None, None
-    matrix = specialise.matrix(codec.dim, codec.seed, torch.float16, device, transposed=True)
+    matrix = specialise.matrix(codec, torch.float16, device, transposed=True)
     return matrix, codec.level_tensor(torch.float32, device)
 
 
