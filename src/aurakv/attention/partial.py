@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import instance
+from ..arguments import instance, shown
 from ..errors import InputError
+
+_LSE_DTYPES = (torch.float32, torch.float64)  # half precision would cost up to 12% in a merge
 
 
 class Partial(NamedTuple):
@@ -16,6 +19,38 @@ class Partial(NamedTuple):
 
     out: Tensor  # [tokens, heads, dim]
     lse: Tensor  # [tokens, heads] float32 (float64 for float64 queries); −inf where no key is visible
+
+    @classmethod
+    def of(cls, o: Tensor, m: Tensor, l: Tensor, *, base: float = math.e) -> Partial:  # noqa: E741
+        """From what split kernels of others keep: o = Σ base^(s − m)·v unnormalised, l = Σ base^(s − m), m a maximum.
+
+        `base` is that of their exponentials: e, or 2 for kernels that multiply scores by log2(e) first. m and l are
+        float32 or float64. Where l is 0 no key was visible.
+        """
+        log_base = _log_base(base)
+        for name, x in (("o", o), ("m", m), ("l", l)):
+            instance(name, x, Tensor)
+        for name, x in (("m", m), ("l", l)):
+            if x.shape != o.shape[:-1] or x.dtype not in _LSE_DTYPES:
+                raise InputError(
+                    f"{name} must be float32 or float64 {list(o.shape[:-1])} beside o {list(o.shape)}, got {shown(x)}"
+                )
+        empty = l == 0
+        whole = o.to(l.dtype) / l[..., None]
+        lse = m * log_base + l.log()
+        return cls(whole.masked_fill(empty[..., None], 0).to(o.dtype), lse.masked_fill(empty, -torch.inf))
+
+    def parts(self, *, base: float = math.e) -> tuple[Tensor, Tensor, Tensor]:
+        """(o, m, l) as `of` takes them: m is the log-sum-exp in this base and l is 1, or 0 where no key is visible."""
+        log_base = _log_base(base)
+        sums = torch.isneginf(self.lse).logical_not().to(self.lse.dtype)
+        return self.out.clone(), self.lse / log_base, sums
+
+
+def _log_base(base: float) -> float:
+    if base not in (2, math.e):
+        raise InputError(f"base must be e or 2, got {shown(base)}")
+    return math.log(base)
 
 
 def merge(*parts: Partial) -> Partial:
@@ -34,6 +69,8 @@ def merge(*parts: Partial) -> Partial:
                 f"partial results must have equal shapes, got out {tuple(first.out.shape)} and {tuple(part.out.shape)},"
                 f" lse {tuple(first.lse.shape)} and {tuple(part.lse.shape)}"
             )
+        if part.lse.dtype not in _LSE_DTYPES:
+            raise InputError(f"the lse of a partial result must be float32 or float64, got {part.lse.dtype}")
     lse = torch.stack([part.lse for part in parts])
     out = torch.stack([part.out for part in parts]).to(lse.dtype)
     total = lse.logsumexp(0)
