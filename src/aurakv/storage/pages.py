@@ -95,9 +95,7 @@ class Pages:
             None if offset is None else codec.rotate(offset).contiguous()
             for codec, offset in ((f.key, self.key_offset), (f.value, self.value_offset))
         ]
-        pages = replace(self, format=f.unrotated(), key_offset=offsets[0], value_offset=offsets[1])
-        object.__setattr__(pages, "trusted", self.trusted)
-        return pages
+        return replace(self, format=f.unrotated(), key_offset=offsets[0], value_offset=offsets[1])
 
     def check(self) -> None:
         """Refuse a description that does not fit its tensors, or, on the CPU, contents that are out of range.
