@@ -227,7 +227,8 @@ inline void scores_range(const Scores& a, int64_t kv_head, int64_t first, int64_
   }
 }
 
-// Query rows [first, first + count) of one KV head; a value that is not finite damages the rows that keep its weight.
+// Query rows [first, first + count) of one KV head; a value that is not finite damages the rows that keep its weight. A
+// value that no row keeps is not read.
 inline void values_range(const Values& a, int64_t kv_head, int64_t first, int64_t count) {
   const Codec& c = *a.codec;
   const int64_t pad = round_up(c.dim, 64), group = a.heads / a.kv_heads;
@@ -236,15 +237,24 @@ inline void values_range(const Values& a, int64_t kv_head, int64_t first, int64_
   float *acc = row + pad, *kept = acc + count * pad, *damage = kept + count;
   memset(acc, 0, count * pad * 4 + count * 8);
   const float threshold = float(a.threshold);
+  int64_t weight_at[ROWS];
+  float weights[ROWS];
+  for (int64_t r = 0; r < count; r++)
+    weight_at[r] = (first + r) / group * a.w_token + (kv_head * group + (first + r) % group) * a.w_head;
   for (int64_t i = 0; i < a.n; i++) {
+    bool needed = !(threshold > 0);
+    for (int64_t r = 0; r < count; r++) {
+      weights[r] = load_float(a.weights, a.dtype, weight_at[r] + i * a.w_key);
+      needed |= !(weights[r] < threshold);
+    }
+    if (!needed) continue;
     const int64_t at = i * a.kv_heads + kv_head;
     decode_row(c, a.codes + at * c.row_bytes, row);
     const float scale = load_scale(c, a.scales, at);
     float check = scale * 0.f;
     if (c.bits == 16) for (int64_t d = 0; d < c.dim; d++) check += row[d] * 0.f;
     for (int64_t r = 0; r < count; r++) {
-      const int64_t t = (first + r) / group, h = kv_head * group + (first + r) % group;
-      const float x = load_float(a.weights, a.dtype, t * a.w_token + h * a.w_head + i * a.w_key);
+      const float x = weights[r];
       const bool dropped = x < threshold;
       if (!(check == 0) && !(dropped && threshold > 0)) damage[r] = 1;
       if (dropped || !(check == 0)) continue;
