@@ -156,5 +156,5 @@ def test_wrong_input(function, data, norms, codec, sentence):
 def test_wrong_divisor(divisor):
     with pytest.raises(InputError, match="divisor must be positive and finite"):
         codes_from_nibbles(octets(3, 2, 32), ONE, C4, divisor=divisor)
-    with pytest.raises(kv.InputError, match="divisor must be positive and finite"):
+    with pytest.raises(InputError, match="divisor must be positive and finite"):
         codes_from_u32(words(3, 2, 8), ONE, C4, divisor=divisor)
