@@ -390,7 +390,7 @@ PAGES = [
     case(
         "compiled ends",
         lambda w: torch_ops.attend(
-            queries(2), w.ring.pages, None, kv.Scoring(), [1, 2], None, None, "fast", None, None
+            queries(2), w.ring.pages, None, kv.Scoring(), [1, 2], None, None, "fast", None, False, None
         ),
         *("torch.compile", "ends must be a tensor", "list"),
     ),
