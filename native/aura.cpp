@@ -1,6 +1,7 @@
 // The C interface: cuts a call into independent pieces by its shapes alone, hands them to the threads of torch, and
 // lets the chosen instruction set compute them. Results do not depend on the number of threads.
 #include "aura.h"
+#include "slots.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -248,9 +249,8 @@ EXPORT int64_t aura_append(int64_t isa, const Append* call) {
     for (int64_t i = 0; i < count && fits; i++) {
       const int64_t pos = old + i;
       if (p.ring && pos >= kept && pos < total - wrap) continue;  // a later token takes this slot
-      int64_t page = pos / p.page_size;
-      if (page >= p.pinned && p.width > p.pinned) page = p.pinned + (page - p.pinned) % (p.width - p.pinned);
-      const int64_t index = page < p.width ? p.table[seq * p.width + page] : -1;
+      const int64_t entry = table_entry(p, pos / p.page_size);
+      const int64_t index = entry < p.width ? p.table[seq * p.width + entry] : -1;
       fits = index >= 0 && index < p.num_pages;
       slots[first + i] = index * p.page_size + pos % p.page_size;
     }

@@ -1,6 +1,7 @@
 // The state of one unit of attention work (rows of queries x a piece of the keys) and the tiles it walks over.
 #pragma once
 #include "rotate.hpp"
+#include "slots.hpp"
 
 namespace {
 
@@ -130,13 +131,8 @@ INLINE Run locate(const Work& w, int64_t pos) {
             nullptr, nullptr, INT64_MAX};
   }
   const Pages& p = *w.a.pages;
-  int64_t page = pos / p.page_size;
-  const int64_t row = pos - page * p.page_size;
-  if (page >= p.pinned && page >= p.width) {
-    const int64_t turn = p.width > p.pinned ? p.width - p.pinned : 1;
-    page = p.pinned + (page - p.pinned) % turn;
-  }
-  const int64_t index = page < p.width ? p.table[g.seq * p.width + page] : -1;
+  const int64_t page = pos / p.page_size, row = pos - page * p.page_size, entry = table_entry(p, page);
+  const int64_t index = entry < p.width ? p.table[g.seq * p.width + entry] : -1;
   if (index < 0 || index >= p.num_pages) return {nullptr, nullptr, nullptr, nullptr, p.page_size - row};
   const uint8_t* piece = p.data + (index * p.kv_heads + g.kv_head) * p.head_bytes;
   return {piece + row * w.key.row_bytes, piece + p.value_codes + row * w.value.row_bytes,

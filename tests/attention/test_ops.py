@@ -239,6 +239,7 @@ def test_a_decode_step_compiles_without_a_graph_break(backend, device, name):
     assert traced.lengths == [54, 4, 24]
 
 
+@pytest.mark.skipif(" " in torch.__file__, reason="torch's Inductor does not quote paths, and this one has a space")
 def test_inductor_runs_a_decode_step(backend, device):
     compiled = torch.compile(decode_step, fullgraph=True)
     cache, again = filled(device), filled(device)

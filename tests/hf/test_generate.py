@@ -372,6 +372,7 @@ def test_keys_and_values_of_different_calls_are_refused():
         model(prompt(1, 8), past_key_values=attach(model, "k8v8"))
 
 
+@pytest.mark.skipif(" " in torch.__file__, reason="torch's Inductor does not quote paths, and this one has a space")
 def test_compile_with_inductor():
     _, ours = made("llama")
     ids = prompt(2, 24)

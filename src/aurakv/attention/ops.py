@@ -12,7 +12,7 @@ from .. import backends, checks
 from ..arguments import finite, instance, whole
 from ..checks import Starts
 from ..errors import InputError
-from ..format.codec import Codec, Codes
+from ..format.codec import Codec, Codes, both_sides
 from ..storage.pages import Pages, check_offset
 from .partial import Partial
 from .scoring import Scoring
@@ -31,7 +31,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None = None, *, backend: st
     if x.ndim < 2 or x.shape[-1] != codec.dim:
         raise InputError(f"x must be [..., kv_heads, {codec.dim}], got {list(x.shape)}")
     check_offset("offset", offset, codec, x.shape[-2], x.device)
-    chosen = backends.select(backend, None, x.device, x.dtype)
+    chosen = backends.select(backend, both_sides(codec), x.device, x.dtype)
     if not x.numel():
         scale = x.new_empty(x.shape[:-1], dtype=codec.dtype) if codec.coded else None
         return Codes(x.new_empty((*x.shape[:-1], codec.row_bytes), dtype=torch.uint8), scale)
@@ -56,7 +56,7 @@ def decode(
     check_offset("offset", offset, codec, codes.data.shape[-2], codes.data.device)
     if dtype not in checks.FLOATS:
         raise InputError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
-    chosen = backends.select(backend, None, codes.data.device, dtype)
+    chosen = backends.select(backend, both_sides(codec), codes.data.device, dtype)
     if not codes.data.numel():
         return codes.data.new_empty((*codes.data.shape[:-1], codec.dim), dtype=dtype)
     return chosen.decode(codes, codec, offset, rotated, dtype)
@@ -71,7 +71,7 @@ def scores(q: Tensor, keys: Codes, codec: Codec, offset: Tensor | None = None, *
     checks.rows("keys", keys, codec, ndim=3)
     checks.queries(q, keys.data.shape[1], codec.dim, keys.data.device)
     check_offset("offset", offset, codec, keys.data.shape[1], q.device)
-    return backends.select(backend, None, q.device, q.dtype).scores(q, keys, codec, offset)
+    return backends.select(backend, both_sides(codec), q.device, q.dtype).scores(q, keys, codec, offset)
 
 
 def values(
@@ -104,7 +104,7 @@ def values(
         raise InputError(f"threshold must be at least 0 and below 1, got {threshold}")
     check_offset("offset", offset, codec, kv_heads, weights.device)
     lowest = -math.inf if threshold is None else threshold
-    chosen = backends.select(backend, None, weights.device, weights.dtype)
+    chosen = backends.select(backend, both_sides(codec), weights.device, weights.dtype)
     return chosen.values(weights, stored, codec, offset, lowest)
 
 

@@ -154,7 +154,7 @@ def _append(
 
 
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts, backend: str | None) -> None:
-    torch.ops.aurakv.append(k, v, _tensor("starts", starts), *_flat(pages), backend)
+    torch.ops.aurakv.append(k, v, tensor_or_none("starts", starts), *flat_pages(pages), backend)
 
 
 @torch.library.custom_op("aurakv::attend", mutates_args=("workspace",))
@@ -212,7 +212,7 @@ def _attend(
 def _(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     value_dim = rest[12]
     assert isinstance(value_dim, int)
-    return _fake_partial(q, value_dim)
+    return fake_partial(q, value_dim)
 
 
 def attend(
@@ -228,9 +228,9 @@ def attend(
     rotated: bool,
     backend: str | None,
 ) -> Partial:
-    bounds, last = _tensor("starts", starts), _tensor("ends", ends)
+    bounds, last = tensor_or_none("starts", starts), tensor_or_none("ends", ends)
     out, lse = torch.ops.aurakv.attend(
-        q, bounds, last, sink_logits, workspace, *_flat(pages), *_flat_scoring(scoring),
+        q, bounds, last, sink_logits, workspace, *flat_pages(pages), *flat_scoring(scoring),
         splits, precision, rotated, backend,
     )  # fmt: skip
     return Partial(out, lse)
@@ -262,7 +262,7 @@ def _attend_dense(
 
 @_attend_dense.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return _fake_partial(q, v.shape[-1])
+    return fake_partial(q, v.shape[-1])
 
 
 def attend_dense(
@@ -276,28 +276,28 @@ def attend_dense(
     sink_logits: Tensor | None,
     backend: str | None,
 ) -> Partial:
-    bounds = [_tensor(name, x) for name, x in (("starts", starts), ("key_starts", key_starts), ("ends", ends))]
-    out, lse = torch.ops.aurakv.attend_dense(q, k, v, *bounds, sink_logits, *_flat_scoring(scoring), backend)
+    bounds = [tensor_or_none(name, x) for name, x in (("starts", starts), ("key_starts", key_starts), ("ends", ends))]
+    out, lse = torch.ops.aurakv.attend_dense(q, k, v, *bounds, sink_logits, *flat_scoring(scoring), backend)
     return Partial(out, lse)
 
 
-def _flat(pages: Pages) -> tuple[object, ...]:
+def flat_pages(pages: Pages) -> tuple[object, ...]:
     """In the order of the schemas above, which is not the order of the class: tensors come first."""
     f = pages.format
     tensors = (pages.data, pages.table, pages.lengths, pages.overflow, pages.key_offset, pages.value_offset)
     return (*tensors, f.name, f.key.dim, f.value.dim, pages.page_size, pages.ring, pages.pinned)
 
 
-def _flat_scoring(s: Scoring) -> tuple[object, ...]:
+def flat_scoring(s: Scoring) -> tuple[object, ...]:
     return (s.scale, s.causal, s.window, s.sinks, s.softcap, s.first, s.recent, s.only_uncompressed, s.threshold)
 
 
-def _fake_partial(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def fake_partial(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:2], dim)), q.new_empty(q.shape[:2], dtype=lse_dtype)
 
 
-def _tensor(name: str, given: Starts) -> Tensor | None:
+def tensor_or_none(name: str, given: Starts) -> Tensor | None:
     if given is None or isinstance(given, Tensor):
         return given
     raise InputError(f"under torch.compile {name} must be a tensor or None, got {type(given).__name__}")

@@ -13,7 +13,7 @@ from ..arguments import instance
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
 from ..attention.step import Rows, Run, Step
-from ..errors import BackendError, InputError
+from ..errors import BackendError, InputError, short
 from ..format.codec import Codec, Codes, Format
 from ..storage.pages import Pages
 
@@ -78,7 +78,7 @@ def names() -> list[str]:
 def register(backend: Backend) -> None:
     """Add a backend that is used only when asked for by name."""
     if backend.name in _MODULES:
-        raise InputError(f"backend name {backend.name!r} is taken")
+        raise InputError(f"backend name {short(backend.name)} is taken")
     _registered[backend.name] = backend
 
 
@@ -106,17 +106,14 @@ def select(
     chosen = _load(backend)
     reason = chosen.why_not(format, device)
     if reason is not None:
-        raise BackendError(f"backend {backend!r} cannot run {format} on {device}: {reason}")
+        raise BackendError(f"backend {short(backend)} cannot run {format} on {device}: {reason}")
     return chosen
 
 
 @functools.lru_cache(maxsize=256)
 def _best(format: Format | None, device: torch.device, float64: bool) -> Backend:
     for name in _AUTOMATIC:
-        try:
-            backend = _load(name)
-        except ImportError:  # a package it needs is not installed
-            continue
+        backend = _load(name)
         if backend.why_not(format, device) is None and (backend.float64 or not float64):
             return backend
     raise BackendError(f"no backend can run {format} on {device}")
@@ -126,6 +123,6 @@ def _load(name: str) -> Backend:
     if name in _registered:
         return _registered[name]
     if name not in _MODULES:
-        raise InputError(f"backend must be one of {names()}, got {name!r}")
+        raise InputError(f"backend must be one of {names()}, got {short(name)}")
     module = importlib.import_module(_MODULES[name], __package__)
     return getattr(module, "backends", {}).get(name, module)

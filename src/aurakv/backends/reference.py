@@ -1,7 +1,7 @@
 """The specification as plain torch: any device, float16/bfloat16/float32/float64. The oracle and the fallback.
 
 Arithmetic runs in float32, or in float64 for float64 inputs. Long contexts are read in blocks whose partial results are
-merged, so nothing of the size of the context is expanded.
+merged, so the full cache is never decompressed.
 """
 
 from __future__ import annotations

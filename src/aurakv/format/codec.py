@@ -244,7 +244,7 @@ def default_options(side: Side, bits: int) -> dict[str, object]:
         return {"dtype": torch.bfloat16}
     small = "int8" if side == "key" else "cubic"
     return {
-        "table": small if bits <= 4 else "poly7",
+        "table": small if bits <= 4 else "poly7" if bits in codebook.POLY7 else "lloyd-max",
         "scale": "l2" if side == "key" else "lsq",
         "dtype": torch.float16,
         "seed": 0 if side == "key" else 1,
@@ -258,6 +258,20 @@ def parse_format(name: str, key_dim: int, value_dim: int) -> Format:
 
 
 @functools.lru_cache(maxsize=256)
+def unknown_width(format: Format | None, widths: tuple[int, ...]) -> str | None:
+    """What a backend with kernels for these widths says about a format that needs another one."""
+    for bits in () if format is None else (format.key.bits, format.value.bits):
+        if bits not in widths:
+            return f"it has no kernels for {bits} bits, only for {list(widths)}"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def both_sides(codec: Codec) -> Format:
+    """A format of this codec alone, for who chooses a backend by formats."""
+    return Format(codec, codec)
+
+
 def parse_codec(name: str, dim: int) -> Codec:
     """The codec with this full `Codec.name`."""
     bits, *options = name.split(":")

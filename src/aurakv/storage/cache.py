@@ -18,6 +18,7 @@ from ..calibration.key_scale import scaled, scaled_keys
 from ..checks import Starts
 from ..errors import InputError
 from ..format.codec import Codec, Codes, Format
+from . import compiled
 from .page_table import MAX_LENGTH, Kept, PageTable, round_up
 from .pages import Pages
 from .pool import PagePool
@@ -33,6 +34,7 @@ class KVCache:
         self.uncompressed = Uncompressed.of(uncompressed)
         self.uncompressed_table = self.uncompressed.table(table)
         self._on_cpu = table.pool.device.type == "cpu"
+        self.default_scoring = own_scoring(None, table.kept, self.uncompressed)
         self._prepared: Prepared | None = None  # the last step of single tokens
         for made in self.page_tables if backend is not None else []:  # now, not after an append has taken pages
             backends.select(backend, made.pool.format, made.pool.device)
@@ -183,6 +185,8 @@ class KVCache:
         """Add tokens [tokens, kv_heads, dim]: sequence i gets rows starts[i]:starts[i+1].
 
         Without starts each gets one, a single sequence all of them."""
+        if torch.compiler.is_compiling():
+            return compiled.append(self, k, v, starts)
         checks.new_tokens(k, v, self.pages)
         bounds = self._bounds(starts, k.shape[0])
         self._refresh()
@@ -215,6 +219,8 @@ class KVCache:
 
         Without a scoring everything is visible, in a ring its window and sinks.
         """
+        if torch.compiler.is_compiling():
+            return compiled.attend(self, q, starts, scoring, sink_logits, splits, precision)
         call = Call(self._scoring(scoring), sink_logits, checks.splits(splits), precision)
         check_queries(q, self.pages, call)
         bounds = self._bounds(starts, q.shape[0])
@@ -239,6 +245,8 @@ class KVCache:
 
         A `key_scale` [kv_heads, dim] changes no score: keys are stored multiplied, queries divided by it.
         """
+        if torch.compiler.is_compiling():
+            return compiled.step(self, q, k, v, starts, scoring, key_scale, sink_logits, splits, precision)
         kind = step_kind(q, k, v, scoring, splits, precision) if starts is None else None
         known = self._prepared
         if known is not None and known.serves(kind, sink_logits, key_scale) and known.has_room(self.page_table.lengths):
@@ -300,8 +308,9 @@ class KVCache:
             table.reorder(chosen)
 
     def sync(self) -> None:
-        """Read the lengths from the device, after a captured graph or compiled function appended to `pages`."""
-        self.page_table.sync()
+        """Read the lengths from the device, after a captured graph or compiled function appended."""
+        for table in self.page_tables:
+            table.sync()
         uncompressed, lengths = self.uncompressed_table, self.page_table.lengths
         held = self.uncompressed.held(lengths)
         if uncompressed is not None and uncompressed.lengths != held:
@@ -333,7 +342,7 @@ class KVCache:
     def _scoring(self, given: Scoring | None) -> Scoring:
         if given is not None:
             instance("scoring", given, Scoring)
-        return own_scoring(given, self.page_table.kept, self.uncompressed)
+        return self.default_scoring if given is None else own_scoring(given, self.page_table.kept, self.uncompressed)
 
     def _check_reach(self, bounds: list[int], scoring: Scoring) -> None:
         """Every key that a query may see must still be held."""
@@ -346,15 +355,16 @@ class KVCache:
                 oldest = max(0, length - queries - (window or 0) + 1)
                 if table.kept is not None and queries and window and oldest < table.oldest(seq):
                     raise InputError(
-                        f"{queries} queries of sequence {seq} reach back to position {oldest}, which is no longer held:"
-                        f" attend with at most {table.kept.chunk} queries, or use step"
+                        f"{queries} {'query' if queries == 1 else 'queries'} of sequence {seq} would read position"
+                        f" {oldest}, which is no longer held (positions from {table.oldest(seq)} on are): attend with at most"
+                        f" {table.kept.chunk} queries, after an append of no more tokens, or use step"
                     )
 
     def _make_room(self, bounds: list[int]) -> None:
         self._prepared = None  # it would keep the memory of pages that have grown
         self.page_table.make_room(bounds)
         uncompressed = self.uncompressed_table
-        if uncompressed is not None and not self._first_complete:  # its pool grows and never refuses
+        if uncompressed is not None and not self.first_complete:  # its pool grows and never refuses
             counts = [len(rows) for rows in self.uncompressed.taken(bounds, uncompressed.lengths)]
             if any(counts):
                 uncompressed.make_room([0, *itertools.accumulate(counts)])
@@ -384,7 +394,7 @@ class KVCache:
         if table is not None and table.kept is not None and longest(bounds) > table.kept.chunk:
             return self._step_with_dense(q, k, v, bounds, call)
         ring = self.uncompressed.recent > 0
-        if not ring and not self._first_complete:
+        if not ring and not self.first_complete:
             self._append_uncompressed(scaled_keys(k, call.key_scale), v, bounds)
             kind = None
         pages, rows = self.page_table.pages, checks.on_device(bounds, q.device)
@@ -422,7 +432,7 @@ class KVCache:
             self.uncompressed_table.advance(bounds)
 
     @property
-    def _first_complete(self) -> bool:
+    def first_complete(self) -> bool:
         """Whether no token to come will be an uncompressed one."""
         uncompressed = self.uncompressed_table
         return uncompressed is None or (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..arguments import index, shown, whole
 from ..errors import CapacityError, InputError
-from .pages import Pages
+from .pages import Pages, table_entry
 from .pool import PagePool
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32, also those of a ring that holds only the last tokens
@@ -61,6 +61,7 @@ class PageTable:
             [-1] * (self.max_width or 1) for _ in range(seqs)
         ]  # page of each entry, −1 where there is none yet
         self.lengths = [0] * seqs
+        self.forked = False  # whether sequences may share pages, which the host copies before they are written to
         self.highest = [0] * seqs  # longest a sequence has been: in a ring, what lies a wrap below is overwritten
         self.publish()
 
@@ -157,8 +158,8 @@ class PageTable:
             entry = old // size
             if (new - 1) // size != entry or new > MAX_LENGTH:
                 return False
-            if self.kept is not None and entry >= self.pinned:
-                entry = self.pinned + (entry - self.pinned) % (len(row) - self.pinned)
+            if self.kept is not None:
+                entry = table_entry(entry, self.pinned, len(row))
             if entry >= len(row) or row[entry] < 0 or pool.references(row[entry]) > 1:
                 return False
         return self.pages.data is pool.data
@@ -205,9 +206,7 @@ class PageTable:
     def page_at(self, seq: int, position: int) -> int:
         """The page of the pool that holds a position."""
         page = position // self.pool.page_size
-        if self.kept is not None and page >= self.pinned:
-            page = self.pinned + (page - self.pinned) % (len(self.rows[seq]) - self.pinned)
-        return self.rows[seq][page]
+        return self.rows[seq][page if self.kept is None else table_entry(page, self.pinned, len(self.rows[seq]))]
 
     def place(self, seq: int, length: int, highest: int) -> None:
         """Give a sequence that has its pages the tokens that somebody writes there."""
@@ -221,6 +220,7 @@ class PageTable:
         for row in self.rows:
             self.pool.release(page for page in row if page >= 0)
         self.rows = rows
+        self.forked = self.forked or len(set(index)) < len(index)
         self.lengths = [self.lengths[seq] for seq in index]
         self.highest = [self.highest[seq] for seq in index]
         self.publish()
@@ -232,6 +232,7 @@ class PageTable:
         users = Counter(page for row in rows for page in row if page >= 0)
         self.pool.restore(data, page_size, [users[page] for page in range(data.shape[0])])
         self.rows, self.lengths, self.highest = rows, lengths, highest
+        self.forked = any(count > 1 for count in users.values())
         self.publish()
 
     @torch.inference_mode(False)  # what lives as long as the cache must not become an inference tensor
@@ -279,8 +280,7 @@ class PageTable:
         touched = range(old // size, (new - 1) // size + 1)
         if self.kept is None:
             return list(touched)
-        turn = len(self.rows[0]) - self.pinned
-        return sorted({p if p < self.pinned else self.pinned + (p - self.pinned) % turn for p in touched})
+        return sorted({table_entry(page, self.pinned, len(self.rows[0])) for page in touched})
 
 
 def round_up(n: int, multiple: int) -> int:

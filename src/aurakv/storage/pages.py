@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +18,19 @@ _HUGE, _MADV_HUGEPAGE = 2**21, 14
 SPARE_BYTES = 64  # behind the last page, so that kernels may read past the last row
 
 
+Number = TypeVar("Number", int, Tensor)
+
+
+def table_entry(page: Number, pinned: int, width: int) -> Number:
+    """The slot rule: page p = position // page_size of a sequence is table entry p while p < pinned, else
+    pinned + (p − pinned) mod (width − pinned)."""
+    turn = max(1, width - pinned)
+    return page - (page >= pinned) * ((page - pinned) // turn) * turn
+
+
 @dataclass(frozen=True)
 class Pages:
-    """What attention reads: the stored tokens of some sequences. The position of a token gives its slot:
-
-    page p = pos // page_size is table entry p while p < pinned, else pinned + (p − pinned) mod (width − pinned).
-    """
+    """What attention reads: the stored tokens of some sequences. `table_entry` says where a token is."""
 
     format: Format
     page_size: int
@@ -67,9 +74,7 @@ class Pages:
 
     def slots(self, seq: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Page index and row inside the page of each position."""
-        page = positions // self.page_size
-        wrapped = self.pinned + (page - self.pinned) % max(1, self.table.shape[1] - self.pinned)
-        entry = torch.where(page < self.pinned, page, wrapped)
+        entry = table_entry(positions // self.page_size, self.pinned, self.table.shape[1])
         return self.table[seq, entry].long(), positions % self.page_size
 
     def key_parts(self) -> Codes:

@@ -73,7 +73,7 @@ def step_kind(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[object
     """All that has to be right about a step and can be told in a moment; None where more must be looked at."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+    if not all(isinstance(x, Tensor) and x.layout is torch.strided for x in (q, k, v)):
         return None
     return (
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),

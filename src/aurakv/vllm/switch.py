@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..calibration.policy import LayerPolicy, Policy
-from ..errors import InputError
+from ..errors import InputError, short
 from ..format.codec import Format
 
 KEY = "aurakv"  # of the switch: {"aurakv": "k4v4"}
@@ -31,7 +31,7 @@ class Switch:
         given = options[KEY]
         if not isinstance(given, str):
             raise InputError(
-                f'{KEY} must be a format, a policy or a policy file, as in {{"{KEY}": "k4v4"}}, got {given!r}'
+                f'{KEY} must be a format, a policy or a policy file, as in {{"{KEY}": "k4v4"}}, got {short(given)}'
             )
         return _parse(given, _stamp(given))
 

@@ -18,10 +18,11 @@ from ...attention.partial import Partial
 from ...attention.scoring import Scoring
 from ...attention.step import Rows, Run, Step, written
 from ...errors import InputError
-from ...format.codec import Codec, Codes, Format
+from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
 from . import abi
 
+WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits that the library has kernels for
 FAST_ERROR = 2e-3  # bound of int16 arithmetic; portable kernels have float32 only
 
 
@@ -64,7 +65,7 @@ class Native:
         if device.type != "cpu":
             return f"it computes on the CPU, got {device}"
         index = self._find()
-        return index if isinstance(index, str) else None
+        return index if isinstance(index, str) else unknown_width(format, WIDTHS)
 
     def _call(self, name: str, packed: bytes) -> None:
         getattr(abi.library(), name)(self._index, packed)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring
 from ...attention.step import Rows, Run, Step, written
-from ...format.codec import Codec, Codes, Format
+from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
 
 name = "triton"
@@ -30,6 +30,7 @@ fast_error = 0.005
 float64 = False
 
 MIN_CAPABILITY = (8, 0)
+WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits that the kernels know
 
 _Result = TypeVar("_Result")
 
@@ -49,7 +50,8 @@ def _where_it_lies(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def why_not(format: Format | None, device: torch.device) -> str | None:
-    """Every format runs; what decides is the device."""
+    if (width := unknown_width(format, WIDTHS)) is not None:
+        return width
     if _interpreted():
         return None if device.type == "cpu" else f"with TRITON_INTERPRET=1 tensors must be on the CPU, got {device}"
     if device.type != "cuda":

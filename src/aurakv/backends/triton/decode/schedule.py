@@ -17,6 +17,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.gluon_slots import table_entry
 from .tile_ring import copy, copy_boxes, copy_side, flat, places
 
 
@@ -132,8 +133,7 @@ def position_of(tile, span, SCAN: gl.constexpr):
 def enter(tile, width, pinned, page_tiles):
     """The table entry where a tile of a sequence lies, and the tile inside that page."""
     page = tile // page_tiles
-    wrapped = pinned + (page - pinned) % gl.maximum(width - pinned, 1)
-    return gl.minimum(gl.where(page < pinned, page, wrapped), width - 1), tile - page * page_tiles
+    return table_entry(page, width, pinned), tile - page * page_tiles
 
 
 @gluon.jit

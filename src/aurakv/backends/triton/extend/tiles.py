@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..common.gluon_names import meet
+from ..common.gluon_slots import table_entry
 from .codes import codes_layout, key_tile, load_codes, over_banks, to_nibbles, value_tile, wide_tile
 
 SLOTS = gl.constexpr(4)  # decoded tiles, a power of two: so far the groups' times may differ
@@ -69,7 +70,7 @@ def find_page(place, t, CODES: gl.constexpr):
         page = t // PAGE
         entry = gl.minimum(page, width - 1)
         if CODES[1]:
-            entry = gl.where(page < pinned, page, pinned + (page - pinned) % gl.maximum(width - pinned, 1))
+            entry = table_entry(page, width, pinned)
     return gl.load(table + i_seq.to(gl.int64) * width + entry)
 
 

@@ -1,0 +1,257 @@
+"""What `KVCache` does while torch.compile traces it: one operator over the tensors of its pages.
+
+The lengths on the device advance and the host follows when it next looks, so nothing is compiled again as sequences
+grow. What only the host can do is refused in one sentence: room is made by `reserve`, pages that sequences share are
+copied, and the first tokens that stay uncompressed are stored, by a call outside.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import backends, checks
+from ..attention.partial import Partial
+from ..attention.scoring import Scoring
+from ..attention.step import Step
+from ..attention.torch_ops import fake_partial, flat_pages, flat_scoring, tensor_or_none
+from ..checks import Starts
+from ..errors import CapacityError, InputError
+from ..format.codec import parse_format
+from .pages import Pages
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+def append(cache: KVCache, k: Tensor, v: Tensor, starts: Starts) -> None:
+    if cache.uncompressed_table is not None:
+        raise InputError("under torch.compile a cache with uncompressed tokens takes new ones by step, not by append")
+    torch.ops.aurakv.cache_append(
+        k, v, tensor_or_none("starts", starts), *flat_pages(cache.pages), cache.page_table.forked, cache.backend
+    )
+
+
+def attend(
+    cache: KVCache,
+    q: Tensor,
+    starts: Starts,
+    scoring: Scoring | None,
+    sink_logits: Tensor | None,
+    splits: int | None,
+    precision: str,
+) -> Partial:
+    return _call(cache, q, None, None, starts, scoring, None, sink_logits, splits, precision)
+
+
+def step(
+    cache: KVCache,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Starts,
+    scoring: Scoring | None,
+    key_scale: Tensor | None,
+    sink_logits: Tensor | None,
+    splits: int | None,
+    precision: str,
+) -> Partial:
+    return _call(cache, q, k, v, starts, scoring, key_scale, sink_logits, splits, precision)
+
+
+def _call(
+    cache: KVCache,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    starts: Starts,
+    scoring: Scoring | None,
+    key_scale: Tensor | None,
+    sink_logits: Tensor | None,
+    splits: int | None,
+    precision: str,
+) -> Partial:
+    kept, beside = cache.page_table.kept, cache.uncompressed_table
+    if scoring is None:
+        scoring = cache.default_scoring
+    held = None if beside is None else beside.pages
+    most = -1 if kept is None else kept.chunk
+    if beside is not None and beside.kept is not None:
+        most = beside.kept.chunk if most < 0 else min(most, beside.kept.chunk)
+    out, lse = torch.ops.aurakv.cache_step(
+        q,
+        k,
+        v,
+        tensor_or_none("starts", starts),
+        key_scale,
+        sink_logits,
+        *flat_pages(cache.pages),
+        None if held is None else held.data,
+        None if held is None else held.table,
+        None if held is None else held.lengths,
+        None if held is None else held.overflow,
+        "" if held is None else held.format.name,
+        0 if held is None else held.page_size,
+        cache.uncompressed.first,
+        cache.uncompressed.recent,
+        *flat_scoring(scoring),
+        splits,
+        precision,
+        cache.backend,
+        most,
+        cache.page_table.forked,
+        cache.first_complete,
+    )
+    return Partial(out, lse)
+
+
+def _refuse(new: bool, tokens: int, seqs: int, most: int, forked: bool, complete: bool) -> None:
+    if new and forked:
+        raise InputError(
+            "a compiled step cannot copy pages that sequences share: after fork or reorder, step outside torch.compile"
+        )
+    if new and not complete:
+        raise InputError(
+            "a compiled step cannot store the first tokens that stay uncompressed: step outside torch.compile until"
+            " each sequence has them"
+        )
+    if 0 <= most < tokens - seqs + 1:
+        raise InputError(
+            f"a compiled step of this cache takes at most {most} tokens of a sequence, got {tokens} tokens"
+        )
+
+
+def _report(pages: Pages) -> None:
+    """On the CPU at once; on a GPU the next call of the host looks."""
+    if pages.data.device.type == "cpu" and int(pages.overflow):
+        pages.overflow.zero_()
+        raise CapacityError("a compiled step cannot make room for its tokens: call cache.reserve before it")
+
+
+@torch.library.custom_op("aurakv::cache_append", mutates_args=("data", "lengths", "overflow"))
+def _cache_append(
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    data: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    overflow: Tensor,
+    key_offset: Tensor | None,
+    value_offset: Tensor | None,
+    format: str,
+    key_dim: int,
+    value_dim: int,
+    page_size: int,
+    ring: bool,
+    pinned: int,
+    forked: bool,
+    backend: str | None,
+) -> None:
+    parsed = parse_format(format, key_dim, value_dim)
+    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset, True)
+    pages.check()
+    checks.new_tokens(k, v, pages)
+    _refuse(True, 0, 1, -1, forked, True)
+    rows = checks.rows_of("starts", starts, pages.seqs, k.shape[0], k.device)
+    backends.select(backend, parsed, k.device, k.dtype).append(pages, k, v, rows)
+    _report(pages)
+
+
+@torch.library.custom_op(
+    "aurakv::cache_step", mutates_args=("data", "lengths", "overflow", "u_data", "u_lengths", "u_overflow")
+)
+def _cache_step(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    starts: Tensor | None,
+    key_scale: Tensor | None,
+    sink_logits: Tensor | None,
+    data: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    overflow: Tensor,
+    key_offset: Tensor | None,
+    value_offset: Tensor | None,
+    format: str,
+    key_dim: int,
+    value_dim: int,
+    page_size: int,
+    ring: bool,
+    pinned: int,
+    u_data: Tensor | None,
+    u_table: Tensor | None,
+    u_lengths: Tensor | None,
+    u_overflow: Tensor | None,
+    u_format: str,
+    u_page_size: int,
+    first: int,
+    recent: int,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    sinks: int,
+    softcap: float | None,
+    given_first: int,
+    given_recent: int,
+    only_uncompressed: bool,
+    threshold: float,
+    splits: int | None,
+    precision: str,
+    backend: str | None,
+    most: int,
+    forked: bool,
+    complete: bool,
+) -> tuple[Tensor, Tensor]:
+    from .steps import Call, check_queries, check_step
+
+    parsed = parse_format(format, key_dim, value_dim)
+    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset, True)
+    pages.check()
+    named = (given_first, given_recent) not in ((0, 0), (first, recent))
+    if named or only_uncompressed:
+        raise InputError(
+            "a cache has its own uncompressed tokens: the scoring must not name first, recent or only_uncompressed"
+        )
+    if ring and not causal:
+        raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
+    scoring = Scoring(scale, causal, window, sinks, softcap, first, recent, False, threshold)
+    checks.reach(pages, scoring)
+    call = Call(scoring, sink_logits, checks.splits(splits), precision, key_scale)
+    new = k is not None and v is not None
+    if k is not None and v is not None:
+        check_step(q, k, v, pages, call)
+    else:
+        check_queries(q, pages, call)
+    _refuse(new, q.shape[0], pages.seqs, most, forked, complete)
+    beside = None
+    if u_data is not None and u_table is not None and u_lengths is not None and u_overflow is not None:
+        u_parsed = parse_format(u_format, key_dim, value_dim)
+        kept = recent > 0
+        beside = Pages(
+            u_parsed,
+            u_page_size,
+            u_data,
+            u_table,
+            u_lengths,
+            u_overflow,
+            kept,
+            -(-first // u_page_size) if kept else 0,
+            trusted=True,
+        )
+    rows = checks.rows_of("starts", starts, pages.seqs, q.shape[0], q.device)
+    step = Step(pages, rows, *call, uncompressed=beside, uncompressed_too=recent > 0)
+    part = backends.select(backend, parsed, q.device, q.dtype).prepare_step(step, q, k, v)(q, k, v)
+    if new:
+        _report(pages)
+    return part.out, part.lse
+
+
+@_cache_step.register_fake
+def _(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    value_dim = rest[13]
+    assert isinstance(value_dim, int)
+    return fake_partial(q, value_dim)
