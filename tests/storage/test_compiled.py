@@ -72,7 +72,8 @@ def test_append_and_attend_in_one_graph():
 
 
 def test_what_only_the_host_can_do_is_refused():
-    full = kv.KVCache.contiguous(FORMAT, 2, 2, capacity=64)
+    full = kv.KVCache.contiguous(FORMAT, 2, 2)
+    full.reserve(64)
     step, _ = compile_counted(lambda q, k, v: full.step(q, k, v).out)
     for _ in range(64):
         step(*new())

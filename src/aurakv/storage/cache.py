@@ -356,8 +356,8 @@ class KVCache:
                 if table.kept is not None and queries and window and oldest < table.oldest(seq):
                     raise InputError(
                         f"{queries} {'query' if queries == 1 else 'queries'} of sequence {seq} would read position"
-                        f" {oldest}, which is no longer held (positions from {table.oldest(seq)} on are): attend with at most"
-                        f" {table.kept.chunk} queries, after an append of no more tokens, or use step"
+                        f" {oldest}, which is no longer held (positions from {table.oldest(seq)} on are): attend"
+                        f" with at most {table.kept.chunk} queries, after an append of no more tokens, or use step"
                     )
 
     def _make_room(self, bounds: list[int]) -> None:

@@ -102,7 +102,7 @@ def _call(
         cache.backend,
         most,
         cache.page_table.forked,
-        cache.first_complete,
+        cache.uncompressed.recent > 0 or cache.first_complete,
     )
     return Partial(out, lse)
 
