@@ -468,7 +468,7 @@ CACHES = [
             (
                 "scoring first",
                 lambda c: c.attend(queries(2), None, kv.Scoring(window=4, first=1)),
-                ("first, recent or uncompressed",),
+                ("first, recent or only_uncompressed",),
             ),
             (
                 "scoring recent",

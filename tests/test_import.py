@@ -14,7 +14,7 @@ from aurakv.errors import AuraError, BackendError, CapacityError, FileError, Inp
 COLD = """
 import sys, time
 import torch
-blocked = ("triton", "transformers", "safetensors", "aurakv.backends.triton", "aurakv.backends.native")
+blocked = ("triton", "transformers", "safetensors")
 for name in [name for name in sys.modules if name.split(".")[0] in blocked]:
     del sys.modules[name]
 

@@ -281,7 +281,7 @@ def test_the_policy_that_a_name_means(tmp_path):
 def test_the_default_ring_is_the_same_everywhere():
     """What plans and tuning count is what a cache of transformers' layers makes."""
     from aurakv.calibration.policy import ROLLBACK
-    from aurakv.cli.plan import Layer
+    from aurakv.cli.fitting import Layer
     from aurakv.storage.page_table import Kept
 
     format = kv.Format.parse("k4v4", 64)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import torch  # noqa: E402
 
-from aurakv.calibration import statistics  # noqa: E402
+from aurakv.calibration import guard  # noqa: E402
 from aurakv.calibration.policy import LayerPolicy, Policy  # noqa: E402
 from aurakv.cli import eval as command  # noqa: E402
 from aurakv.cli import eval_plot  # noqa: E402
@@ -302,4 +302,4 @@ def test_the_uncompressed_model_runs_once_for_all_rows(answer, small, monkeypatc
 
 @pytest.mark.parametrize(("nats", "said"), [(0.2504, "0.2504"), (0.75, "0.75"), (0.2500001, "0.2500001"), (3.2, "3.2")])
 def test_a_number_can_be_told_from_its_limit(nats, said):
-    assert statistics._apart(nats, 0.25) == said
+    assert guard.more_than(nats, 0.25) == said

@@ -98,7 +98,7 @@ def test_a_model_that_copies_finds_all_and_a_random_one_none(tokenizer, model):
     assert [row.name for row in rows] == ["uncompressed"] * 5 + ["k4v4"] * 5
     assert all(row.found and row.nll < 0.1 for row in rows)
     assert [row.depth for row in rows] == [*DEPTHS, *DEPTHS]
-    coded = AuraCache(model.config, "k4v4").compressed[0].options.first
+    coded = AuraCache(model.config, "k4v4").compressed[0].context.options.first
     assert {row.tokens_from_codes for row in rows[5:]} == {600 - coded}
     assert told == [(1, 2), (2, 2)]
     before = model.config._attn_implementation

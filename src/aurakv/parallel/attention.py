@@ -135,7 +135,7 @@ def _pages(table: PageTable, pieces: list[Piece]) -> Pages:
             ring=False,
             pinned=0,
         )
-    return pages
+    return pages.trust()
 
 
 def _index(ranges: list[range], q: Tensor) -> Tensor | None:

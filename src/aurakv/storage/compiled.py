@@ -151,7 +151,7 @@ def _cache_append(
     backend: str | None,
 ) -> None:
     parsed = parse_format(format, key_dim, value_dim)
-    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset, True)
+    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset).trust()
     pages.check()
     checks.new_tokens(k, v, pages)
     _refuse(True, 0, 1, -1, forked, True)
@@ -209,7 +209,7 @@ def _cache_step(
     from .steps import Call, check_queries, check_step
 
     parsed = parse_format(format, key_dim, value_dim)
-    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset, True)
+    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset).trust()
     pages.check()
     named = (given_first, given_recent) not in ((0, 0), (first, recent))
     if named or only_uncompressed:
@@ -240,8 +240,7 @@ def _cache_step(
             u_overflow,
             kept,
             -(-first // u_page_size) if kept else 0,
-            trusted=True,
-        )
+        ).trust()
     rows = checks.rows_of("starts", starts, pages.seqs, q.shape[0], q.device)
     step = Step(pages, rows, *call, uncompressed=beside, uncompressed_too=recent > 0)
     part = backends.select(backend, parsed, q.device, q.dtype).prepare_step(step, q, k, v)(q, k, v)

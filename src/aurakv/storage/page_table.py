@@ -263,8 +263,7 @@ class PageTable:
             self.pinned,
             pool.key_offset,
             pool.value_offset,
-            trusted=True,
-        )
+        ).trust()
 
     def check_seq(self, seq: int) -> int:
         found = index(seq)

@@ -42,12 +42,20 @@ class Pages:
     pinned: int = 0  # leading table entries that never wrap
     key_offset: Tensor | None = None  # [kv_heads, dim] float32, subtracted before rotation
     value_offset: Tensor | None = None
-    trusted: bool = field(default=False, compare=False)  # a cache's own, right by construction
-    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # derived by backends
+    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # what was found out
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy takes over: not what backends remember about these tensors, such as their addresses."""
-        return {each.name: self.__dict__[each.name] for each in fields(self)} | {"memo": {}}
+        return {each.name: self.__dict__[each.name] for each in fields(self)} | {"memo": {"trusted": self.trusted}}
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the contents are looked after by who made it, a cache or an engine; a changed copy is not."""
+        return "trusted" in self.memo and bool(self.memo["trusted"])
+
+    def trust(self) -> Pages:
+        self.memo["trusted"] = True
+        return self
 
     @property
     def kv_heads(self) -> int:
@@ -100,7 +108,8 @@ class Pages:
             None if offset is None else codec.rotate(offset).contiguous()
             for codec, offset in ((f.key, self.key_offset), (f.value, self.value_offset))
         ]
-        return replace(self, format=f.unrotated(), key_offset=offsets[0], value_offset=offsets[1])
+        pages = replace(self, format=f.unrotated(), key_offset=offsets[0], value_offset=offsets[1])
+        return pages.trust() if self.trusted else pages
 
     def check(self) -> None:
         """Refuse a description that does not fit its tensors, or, on the CPU, contents that are out of range.

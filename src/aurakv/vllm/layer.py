@@ -114,8 +114,7 @@ class Layer:
                 batch.memory.overflow,
                 key_offset=_on(self.policy.key_offset, data),
                 value_offset=_on(self.policy.value_offset, data),
-                trusted=True,
-            )
+            ).trust()
             pages.check()
             pages.memo["key scale"] = _on(self.policy.key_scale, data)
             if len(known) >= MAX_KNOWN:

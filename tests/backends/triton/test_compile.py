@@ -246,13 +246,14 @@ def test_append(compile_for, capability):
     seen = compile_for(capability)
     pages = pages_of("k4v4", 128, 4, 1024, 1024)
     x = torch.empty(4, 2, 128, dtype=torch.bfloat16)
-    store.append(pages, x, x, torch.arange(5, dtype=torch.int32))
+    store.append(pages, x, x, Rows(torch.arange(5, dtype=torch.int32)))
     codes = [store.encode(x, codec, None) for codec in (pages.format.key, pages.format.value)]
-    store.append_codes(pages, *codes, torch.arange(5, dtype=torch.int32))
+    store.append_codes(pages, *codes, Rows(torch.arange(5, dtype=torch.int32)))
     assert set(seen) == {"append_kernel", "encode_kernel", "append_codes_kernel"}
     list(compile_for.report(seen, capability, "k4v4"))
     centred = dataclasses.replace(pages, key_offset=torch.empty(2, 128))
-    store.append(centred, x, x, torch.arange(5, dtype=torch.int32), torch.empty(2, 128))
+    rows = Rows(torch.arange(5, dtype=torch.int32))
+    store.prepare_append(centred, x, x, rows, torch.empty(2, 128))(k=x, v=x)
     list(compile_for.report(seen, capability, "k4v4 with offset and key_scale"))
 
 
@@ -277,7 +278,7 @@ def test_long_appends_fit_into_shared_memory(compile_for, capability, most):
         seen = compile_for(capability)
         pages = pages_of("k4v4", dim, 1, 16384, 64)
         x = torch.empty(16384, 2, dim)
-        store.append(pages, x, x, torch.tensor([0, 16384], dtype=torch.int32))
+        store.append(pages, x, x, Rows(torch.tensor([0, 16384], dtype=torch.int32)))
         assert seen["append_kernel"][0].metadata.shared <= most
 
 
@@ -287,7 +288,7 @@ def test_long_appends(compile_for, capability, dim):
     seen = compile_for(capability)
     pages = pages_of("k4v4", dim, 3, 8192, 64)
     x = torch.empty(16384, 2, dim, dtype=torch.bfloat16)
-    store.append(pages, x, x, torch.tensor([0, 8000, 8000, 16384], dtype=torch.int32))
+    store.append(pages, x, x, Rows(torch.tensor([0, 8000, 8000, 16384], dtype=torch.int32)))
     assert seen["append_kernel"][1] == (4 if dim == 256 else 1)
     for name, spills in compile_for.report(seen, capability, f"k4v4 d{dim}"):
         assert dim == 256 or spills == 0, name

@@ -26,7 +26,7 @@ SCORINGS = [
     Scoring(), Scoring(causal=False), Scoring(window=5), Scoring(window=20), Scoring(window=5, sinks=3),
     Scoring(window=7, sinks=17), Scoring(window=40, sinks=16), Scoring(first=3, recent=4),
     Scoring(window=9, sinks=5, first=2, recent=3), Scoring(window=9, sinks=20, first=18, recent=30),
-    Scoring(first=3, recent=4, only_uncompressed=True), Scoring(first=20, recent=1, uncompressed=True),
+    Scoring(first=3, recent=4, only_uncompressed=True), Scoring(first=20, recent=1, only_uncompressed=True),
     Scoring(window=9, sinks=5, first=2, recent=3, only_uncompressed=True),
 ]  # fmt: skip
 
