@@ -74,10 +74,20 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
         model = config.model_config
         switch.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
-        for note in (switch.note, _slow_blocks(config)):
+        for note in (switch.note, _plain_keys(switch, model.get_head_size()), _slow_blocks(config)):
             if note is not None:
                 _logger.warning_once(note)
     stock(config)
+
+
+def _plain_keys(switch: Switch, head_dim: int) -> str | None:
+    """What a format without a policy means for keys, in one sentence."""
+    if switch.policy is not None or Format.parse(switch.format, head_dim).key.bits > 4:
+        return None
+    return (
+        f"aurakv stores keys as plain codes in vLLM ({switch.format}): a model with biased keys, such as Qwen2.5, does"
+        " not survive 4 bits or fewer this way; use k8v4 or a policy, or check its answers first"
+    )
 
 
 def _slow_blocks(config: VllmConfig) -> str | None:
