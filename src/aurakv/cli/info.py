@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         screen.table(
             f"{row['device']}: {row['name']}{memory}",
             ["backend", "", "why not"],
-            [(name, "" if why else "chosen" if name == row["chosen"] else "runs", why or "")
+            [(name, "" if why else "chosen" if name == row["chosen"] else "runs", why or row["slower"].get(name, ""))
              for name, why in row["backends"].items()],
         )  # fmt: skip
     screen.table("versions", ["package", "version"], [(name, v or "not installed") for name, v in versions.items()])
@@ -47,12 +47,15 @@ def run(args: argparse.Namespace) -> None:
 
 def _device(device: torch.device) -> dict[str, Any]:
     from .. import backends
+    from ..backends.triton import backend as triton
     from ..bench import machine
 
+    reason = triton.slower(device) if backends.why_not("triton", None, device) is None else None
     return {
         "device": str(device),
         "name": machine.device_name(device),
         "memory": machine.memory(device),
         "chosen": backends.select(None, None, device).name,
         "backends": {name: backends.why_not(name, None, device) for name in backends.names()},
+        "slower": {} if reason is None else {"triton": reason},
     }

@@ -59,6 +59,17 @@ def why_not(format: Format | None, device: torch.device) -> str | None:
     return _why_not_cuda(device)
 
 
+def slower(device: torch.device) -> str | None:
+    """Why a device on which this backend runs takes the portable kernels only, in one sentence; None: it does not."""
+    from .common.target import capability
+    from .dispatch import why_no_gluon_paths
+
+    reason = why_no_gluon_paths()
+    if reason is None and capability(device) < (9, 0):
+        reason = "the decode kernel needs compute capability 9.0, got {}.{}".format(*capability(device))
+    return None if reason is None else f"with the portable kernels only: {reason}"
+
+
 def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
     from . import dispatch
 

@@ -1,0 +1,50 @@
+"""Which kernels a process can have: a Triton without Gluon is told, a mistake of our own is raised."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from aurakv.backends.triton import backend, dispatch
+from aurakv.backends.triton.common import target
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    functions = (dispatch.decode_path, dispatch.extend_path, dispatch.why_no_gluon_paths)
+    for function in functions:
+        function.cache_clear()
+    yield
+    for function in functions:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize("path", ["decode", "extend"])
+def test_an_import_error_of_our_own_is_raised(monkeypatch, path):
+    monkeypatch.setattr(dispatch, "why_no_gluon_paths", lambda: None)
+    package = importlib.import_module(f"aurakv.backends.triton.{path}")
+    monkeypatch.delattr(package, "launch", raising=False)
+    monkeypatch.setitem(sys.modules, f"aurakv.backends.triton.{path}.launch", None)
+    with pytest.raises(ImportError):
+        getattr(dispatch, f"{path}_path")()
+
+
+def test_a_triton_without_gluon_is_told(monkeypatch):
+    monkeypatch.setattr(target.importlib.util, "find_spec", lambda name: None if name.endswith("gluon") else object())
+    assert "Gluon" in target.why_no_gluon()
+    monkeypatch.setattr(dispatch, "why_no_gluon_paths", target.why_no_gluon)
+    assert dispatch.decode_path() is None
+    sentence = backend.slower(torch.device("cpu"))
+    assert sentence is not None
+    assert sentence.startswith("with the portable kernels only: this Triton has no Gluon")
+
+
+def test_older_gpus_are_told(monkeypatch):
+    monkeypatch.setattr(dispatch, "why_no_gluon_paths", lambda: None)
+    monkeypatch.setattr(target, "capability", lambda device: (8, 6))
+    assert "compute capability 9.0, got 8.6" in (backend.slower(torch.device("cuda")) or "")
+    monkeypatch.setattr(target, "capability", lambda device: (9, 0))
+    assert backend.slower(torch.device("cuda")) is None
