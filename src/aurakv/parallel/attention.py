@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention import ops
+from .. import backends, checks
 from ..attention.partial import Partial, merge
 from ..attention.scoring import Scoring, scoring_uncompressed
+from ..attention.step import Step
 from ..storage.page_table import PageTable
 from ..storage.pages import Pages
 from ..storage.steps import Call
@@ -52,16 +53,12 @@ def attend_share(cache: ShardedCache, q: Tensor, bounds: list[int], call: Call) 
                 rows, pages = _index([piece.rows for piece in pieces], q), _pages(table, pieces)
                 starts = [0, *itertools.accumulate(len(piece.rows) for piece in pieces)]
                 ends = [piece.end for piece in pieces]
-            part = ops.attend(
-                q if rows is None else q[rows],
-                pages,
-                starts,
-                wanted,
-                ends=None if whole and ends == table.lengths else ends,
-                splits=call.splits,
-                precision=call.precision,
-                backend=cache.local.backend,
-            )
+            last = None if whole and ends == table.lengths else checks.ends(ends, pages.lengths)
+            where = checks.on_device(starts, q.device)
+            step = Step(pages, where, wanted, splits=call.splits, precision=call.precision, ends=last)
+            some = q if rows is None else q[rows]
+            backend = backends.select(cache.local.backend, pages.format, q.device, q.dtype)
+            part = backend.prepare_step(step, some, None, None)(some, None, None)
             total.add(rows, part)
     return total.partial()
 
