@@ -284,10 +284,10 @@ def operator_calls():
         "scores": (operators.scores, (q, *codes, None, codec.name, 64, None)),
         "values": (operators.values, (q[..., :3].contiguous(), *codes, None, codec.name, 64, 0.1, None)),
         "append": (operators.append, (k, v, starts, *flat, None)),
-        "attend": (operators.attend, (q, starts, None, None, None, *flat, *scoring, None, "fast", None)),
+        "attend": (operators.attend, (q, starts, None, None, None, *flat, *scoring, None, "fast", False, None)),
         "attend with all": (
             operators.attend,
-            (q, starts, pages.lengths.clone(), rand(6), workspace, *flat, *scoring, 2, "float32", None),
+            (q, starts, pages.lengths.clone(), rand(6), workspace, *flat, *scoring, 2, "float32", False, None),
         ),
         "attend_dense": (operators.attend_dense, (q, k, v, starts, starts, None, None, *scoring, None)),
     }  # fmt: skip
