@@ -113,7 +113,7 @@ def main() -> None:
         rows.append(row)
         steps = ", ".join(f"{count} × {args.tokens}: {step['ms']} ms" for count, step in row["steps"].items())
         print(
-            f"{cache}: {steps}; prefill of 4 {min(row['prefill_s'])} s; {row['capacity_tokens']} tokens fit", flush=True
+            f"{cache}: {steps}; 4 prefills {min(row['prefill_s'])} s; {row['capacity_tokens']} tokens fit", flush=True
         )
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
