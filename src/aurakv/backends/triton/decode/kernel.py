@@ -1,4 +1,4 @@
-"""Decode attention on codes of 2 to 8 bits: the kernel of the fast path (Gluon, Hopper and newer).
+"""Decode attention on codes of 2 to 8 bits: one warp a program (Gluon, Hopper and newer).
 
 One warp is one program. Programs share all tiles of TILE tokens of all jobs (schedule) evenly: program p takes
 tiles [p·total/N, (p+1)·total/N) in the order sequence, job, position; `total` is from lengths on the device. Tiles

@@ -1,4 +1,4 @@
-"""The fast decode path: which calls it serves, and their launch. Everything else is the portable kernel's.
+"""Decode: which calls its kernels serve, and their launch. Everything else is the portable kernel's.
 
 Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, or with keys of more than 4 bits as
 two float16 numbers; weights times value scales are float16, sums are float32.

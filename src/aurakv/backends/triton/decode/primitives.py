@@ -1,4 +1,4 @@
-"""What the fast decode kernels do across lanes or with register pairs: weights, rotations, constants, prefetches."""
+"""What the decode kernels do across lanes or with register pairs: weights, rotations, constants, prefetches."""
 
 # mypy: ignore-errors
 
