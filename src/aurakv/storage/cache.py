@@ -220,7 +220,7 @@ class KVCache:
         Without a scoring everything is visible, in a ring its window and sinks.
         """
         if torch.compiler.is_compiling():
-            return compiled.attend(self, q, starts, scoring, sink_logits, splits, precision)
+            return compiled.step(self, q, None, None, starts, scoring, None, sink_logits, splits, precision)
         call = Call(self._scoring(scoring), sink_logits, checks.splits(splits), precision)
         check_queries(q, self.pages, call)
         bounds = self._bounds(starts, q.shape[0])

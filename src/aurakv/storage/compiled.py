@@ -21,6 +21,7 @@ from ..checks import Starts
 from ..errors import CapacityError, InputError
 from ..format.codec import parse_format
 from .pages import Pages
+from .steps import Call, check_queries, check_step
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -34,34 +35,7 @@ def append(cache: KVCache, k: Tensor, v: Tensor, starts: Starts) -> None:
     )
 
 
-def attend(
-    cache: KVCache,
-    q: Tensor,
-    starts: Starts,
-    scoring: Scoring | None,
-    sink_logits: Tensor | None,
-    splits: int | None,
-    precision: str,
-) -> Partial:
-    return _call(cache, q, None, None, starts, scoring, None, sink_logits, splits, precision)
-
-
 def step(
-    cache: KVCache,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Starts,
-    scoring: Scoring | None,
-    key_scale: Tensor | None,
-    sink_logits: Tensor | None,
-    splits: int | None,
-    precision: str,
-) -> Partial:
-    return _call(cache, q, k, v, starts, scoring, key_scale, sink_logits, splits, precision)
-
-
-def _call(
     cache: KVCache,
     q: Tensor,
     k: Tensor | None,
@@ -73,6 +47,7 @@ def _call(
     splits: int | None,
     precision: str,
 ) -> Partial:
+    """Without keys and values it only attends."""
     kept, beside = cache.page_table.kept, cache.uncompressed_table
     if scoring is None:
         scoring = cache.default_scoring
@@ -206,8 +181,6 @@ def _cache_step(
     forked: bool,
     complete: bool,
 ) -> tuple[Tensor, Tensor]:
-    from .steps import Call, check_queries, check_step
-
     parsed = parse_format(format, key_dim, value_dim)
     pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset).trust()
     pages.check()

@@ -51,7 +51,7 @@ class Pages:
     @property
     def trusted(self) -> bool:
         """Whether the contents are looked after by who made it, a cache or an engine; a changed copy is not."""
-        return "trusted" in self.memo and bool(self.memo["trusted"])
+        return bool(self.memo.get("trusted"))
 
     def trust(self) -> Pages:
         self.memo["trusted"] = True

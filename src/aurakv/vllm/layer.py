@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends
 from ..attention.scoring import Scoring
-from ..attention.step import Rows, Run, Step
+from ..attention.step import Rows, Step
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
@@ -25,7 +25,7 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        self.pages: dict[tuple[object, ...], Pages] = {}  # of each layer and table
+        self.pages: dict[tuple[object, ...], tuple[Pages, Tensor | None]] = {}  # and key scale of each layer and table
 
 
 @dataclass
@@ -82,26 +82,22 @@ class Layer:
         Without keys and values the layer reads those of an earlier one.
         blocks: [blocks, kv_heads, tokens, bytes of a token] uint8, the engine's memory.
         """
-        pages = self._pages(blocks, batch)
+        pages, key_scale = self._pages(blocks, batch)
         if not batch.seen and blocks.device.type == "cpu":
             batch.look(pages)
         n = batch.tokens
         if n:
             new = q[:n], None if k is None else k[:n], None if v is None else v[:n]
-            self._prepare(pages, batch, *new)(*new, out[:n])
+            step = Step(pages, batch.rows, self.scoring, self.sink_logits, key_scale=key_scale, counted=True)
+            backend = backends.select(None, self.format, q.device, q.dtype)
+            backend.prepare_step(step, *new)(*new, out[:n])
 
-    def _prepare(self, pages: Pages, batch: Batch, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
-        step = Step(
-            pages, batch.rows, self.scoring, self.sink_logits, key_scale=pages.memo["key scale"], counted=True
-        )  # fmt: skip
-        return backends.select(None, self.format, pages.data.device, q.dtype).prepare_step(step, q, k, v)
-
-    def _pages(self, blocks: Tensor, batch: Batch) -> Pages:
-        """The engine's memory as pages. Made once per table: engines reuse theirs."""
+    def _pages(self, blocks: Tensor, batch: Batch) -> tuple[Pages, Tensor | None]:
+        """The engine's memory as pages, and the key scale beside them. Made once per table: engines reuse theirs."""
         known, table, lengths = batch.memory.pages, batch.table, batch.lengths
         key = (self, blocks.data_ptr(), blocks.shape[0], table.data_ptr(), *table.shape, lengths.data_ptr())
-        pages = known.get(key)
-        if pages is None:
+        found = known.get(key)
+        if found is None:
             count, heads, tokens, size = blocks.shape
             data = blocks.view(count, heads, tokens * size)
             # trusted: each step looks at the contents once for all layers
@@ -116,11 +112,11 @@ class Layer:
                 value_offset=_on(self.policy.value_offset, data),
             ).trust()
             pages.check()
-            pages.memo["key scale"] = _on(self.policy.key_scale, data)
+            found = pages, _on(self.policy.key_scale, data)
             if len(known) >= MAX_KNOWN:
                 known.clear()
-            known[key] = pages
-        return pages
+            known[key] = found
+        return found
 
 
 def _on(tensor: Tensor | None, like: Tensor) -> Tensor | None:

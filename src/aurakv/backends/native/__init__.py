@@ -228,7 +228,8 @@ class Native:
         changes between two tokens."""
         pages, starts = step.pages, step.rows.starts.contiguous()
         factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
-        x, append, as_they_are = abi.plain(q), None, abi.plain(q) is q
+        x, append = abi.plain(q), None
+        as_they_are = x is q
         if k is not None and v is not None:
             new_k, new_v = abi.plain(k), abi.plain(v)
             also = step.uncompressed if step.uncompressed_too else None

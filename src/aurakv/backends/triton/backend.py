@@ -61,11 +61,11 @@ def why_not(format: Format | None, device: torch.device) -> str | None:
 
 def slower(device: torch.device) -> str | None:
     """Why a device on which this backend runs takes the portable kernels only, in one sentence; None: it does not."""
-    from .common.target import capability
+    from .common.target import DECODE_CAPABILITY, capability
     from .dispatch import why_no_gluon_paths
 
     reason = why_no_gluon_paths()
-    if reason is None and capability(device) < (9, 0):
+    if reason is None and capability(device) < DECODE_CAPABILITY:
         reason = "the decode kernel needs compute capability 9.0, got {}.{}".format(*capability(device))
     return None if reason is None else f"with the portable kernels only: {reason}"
 

@@ -7,6 +7,8 @@ import importlib.util
 
 import torch
 
+DECODE_CAPABILITY = (9, 0)  # of GPUs that the decode kernel is for
+
 
 def why_no_gluon() -> str | None:
     """The decode and extend kernels are written in Gluon, which older Tritons lack."""

@@ -23,7 +23,7 @@ from ....attention.step import Rows
 from ....format.codec import Codec, Format
 from ....storage.pages import Pages
 from ..common.launcher import Launch
-from ..common.target import capability, multiprocessors
+from ..common.target import DECODE_CAPABILITY, capability, multiprocessors
 from . import tile_ring
 from .kernel import decode_attention
 from .levels import MINIFLOAT, Levels
@@ -43,7 +43,7 @@ MANY = 3  # jobs for each of them
 def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
     """None if `attend` serves this call, else one sentence that says why not."""
     device, group = pages.data.device, q.shape[1] // pages.kv_heads
-    if capability(device) < (9, 0):
+    if capability(device) < DECODE_CAPABILITY:
         return "it needs an NVIDIA GPU of compute capability 9.0 or higher"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"queries are float16, bfloat16 or float32, got {q.dtype}"
