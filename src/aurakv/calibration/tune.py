@@ -55,7 +55,7 @@ def calibrated(model: Any, ids: Tensor, format: str = "k4v4", source: str = "", 
     """A policy of one format for all layers, with offsets and key scales from a text of at least 64 tokens."""
     if ids.shape[1] < 64:
         raise InputError(f"a model is calibrated on at least 64 tokens, got {ids.shape[1]}")
-    layers = tuple(moments.layer(format) for moments in observe(model, ids))
+    layers = tuple(seen.moments.layer(format) for seen in observe(model, ids).values())
     offset = layers[0].key_offset
     assert offset is not None
     return Policy(offset.shape[0], head_dim(model.config), layers, first=first, source=source)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..errors import AuraError, cut, missing
-from . import arguments, bench, demo, eval, generate, info, plan, tune
+from . import arguments, bench, calibrate, demo, eval, generate, info, plan, tune
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-COMMANDS: tuple[ModuleType, ...] = (demo, generate, eval, tune, bench, plan, info)  # in the order of --help
+COMMANDS: tuple[ModuleType, ...] = (demo, generate, eval, tune, calibrate, bench, plan, info)  # in the order of --help
 
 _EXTRAS = {"rich": "cli", "matplotlib": "cli", "safetensors": "files", "triton": "gpu"}
 _EXTRAS |= dict.fromkeys(("transformers", "tokenizers", "accelerate", "gguf", "huggingface_hub"), "hf")
 LONGEST = 800  # characters of an error, whoever made it
-_WITH_MODEL = ("demo", "generate", "eval", "tune")
+_WITH_MODEL = ("demo", "generate", "eval", "tune", "calibrate")
 
 
 def parser() -> argparse.ArgumentParser:

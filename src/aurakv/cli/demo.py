@@ -100,7 +100,7 @@ def _prompt(args: argparse.Namespace, loaded: loading.Loaded) -> torch.Tensor:
     """The ids [1, tokens] of the text, cut to fit, and of the question behind it if there is one."""
     import torch
 
-    from ..evaluation import texts
+    from ..calibration import texts
 
     tokenizer = loaded.tokenizer
     text = texts.builtin() if args.file is None else texts.read(args.file)

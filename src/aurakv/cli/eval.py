@@ -80,8 +80,9 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..bench import machine
+    from ..calibration import texts
     from ..calibration.policy import Policy, shipped
-    from ..evaluation import rivals, texts
+    from ..evaluation import rivals
     from ..evaluation.results import Results, model_key, policy_key
     from . import eval_plot
 

@@ -75,8 +75,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..calibration import tune
-    from ..evaluation import measure, texts
+    from ..calibration import texts, tune
+    from ..evaluation import measure
     from ..evaluation.results import Results
     from ..format.codec import Format
     from ..hf import AuraCache

@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ..calibration.texts import ids_of
 from ..errors import InputError
 from ..hf import AuraCache, register
 from ..hf.attention import NAME
 from .measure import REFERENCE, Progress
 from .reads import reads_of
-from .texts import ids_of
 
 PLACES = ("lighthouse", "library", "bakery", "station", "museum", "harbour", "garden", "theatre", "castle", "market")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -1,35 +1,44 @@
-"""Moments of the keys and queries of every attention layer, over a text that a model reads uncompressed."""
+"""Keys and queries of every attention layer, watched while a model reads a text uncompressed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..calibration.statistics import SINKS, Moments
+from ..attention.scoring import Scoring
+from ..calibration.observer import KeyObserver
 from .attention import attention, mask
 from .cache import AuraCache
 from .handles import Handle
+from .support import slots
 
 _NAME = "aurakv-observed"
 
 
 @torch.no_grad()
-def observe(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> list[Moments]:
-    """One for each attention layer, over the tokens ids [1, n] but the first few, which are unlike all others."""
+def observe(
+    model: PreTrainedModel, ids: Tensor, chunk: int = 512, progress: Callable[[int], None] = lambda tokens: None
+) -> dict[int, KeyObserver]:
+    """One for each attention layer with a cache, by its number, over the tokens ids [1, n]."""
     cache = AuraCache(model.config, "k16v16", first=0)
-    moments = {id(layer): Moments(layer.calibration.turns) for layer in cache.compressed}
+    numbers = [number for number, slot in enumerate(slots(model.config)) if slot.other is None]
+    numbered = {id(layer): number for number, layer in zip(numbers, cache.compressed, strict=True)}
+    seen: dict[int, KeyObserver] = {}
 
-    def watched(module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(module: torch.nn.Module, query: Tensor, key: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(key, Handle):
-            layer, k = key.update.layer, key.update.new[0]
-            position = torch.arange(layer.padding.total, layer.padding.total + k.shape[2], device=k.device)
-            rows = position >= SINKS
-            k, q = (x[0].transpose(0, 1)[rows] for x in (k, query))
-            moments[id(layer)].add(k, q, position[rows])
-        return attention(module, query, key, value, *args, **kwargs)
+            layer, (k, _) = key.update.layer, key.update.new
+            number = numbered[id(layer)]
+            if number not in seen:
+                scoring = Scoring(scale=kwargs.get("scaling"), window=layer.window, softcap=kwargs.get("softcap"))
+                seen[number] = KeyObserver(layer.calibration.turns, scoring)
+            if not key.update.attended:  # layers that share keys read them again
+                seen[number].add(k[0].transpose(0, 1), query[0].transpose(0, 1))
+        return attention(module, query, key, *args, **kwargs)
 
     before = model.config._attn_implementation
     AttentionInterface.register(_NAME, watched)
@@ -38,6 +47,7 @@ def observe(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> list[Momen
         model.set_attn_implementation(_NAME)
         for start in range(0, ids.shape[1], chunk):
             model(ids[:, start : start + chunk].to(model.device), past_key_values=cache, logits_to_keep=1)
+            progress(min(chunk, ids.shape[1] - start))
     finally:
         model.set_attn_implementation(before)
-    return [moments[id(layer)] for layer in cache.compressed]
+    return dict(sorted(seen.items()))

@@ -1,8 +1,7 @@
 """Everything that touches vLLM, so that what changes between its versions is here and nowhere else.
 
-Three places of vLLM are wrapped, each to ask whether the switch is on: the platform's check of a configuration (turns
-the switch into a backend, refuses what cannot be served), the CPU platform's choice of a backend (it knows one only),
-and the memory a layer asks for (the bytes of its format).
+One place of vLLM is wrapped: the platform's check of a configuration, which turns the switch into a backend and a
+worker and refuses what cannot be served. Without it `--attention-backend CUSTOM --worker-cls WORKER` does the same.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -28,14 +25,19 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec, SlidingWindowSpec
 
+from ..attention.ops import attend_dense
 from ..attention.scoring import Scoring
 from ..attention.step import Rows
+from ..calibration.observer import KeyObserver
+from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
 from .layer import FAST_TOKENS, TOKENS, Batch, Layer, Memory
-from .switch import Switch, shard
+from .switch import Switch
+
+WORKER = "aurakv.vllm.worker.AuraWorker"
 
 _logger = init_logger("vllm.aurakv")
 _installed = False
@@ -48,11 +50,7 @@ def install() -> None:
         return
     _installed = True
     register_backend(AttentionBackendEnum.CUSTOM, f"{AuraBackend.__module__}.{AuraBackend.__qualname__}")
-    platform = type(current_platform)
-    _wrap_class_method(platform, "check_and_update_config", _check_config)
-    if current_platform.is_cpu():
-        _wrap_class_method(platform, "get_attn_backend_cls", _choose_on_cpu)
-    _wrap_layers()
+    _wrap_class_method(type(current_platform), "check_and_update_config", _check_config)
 
 
 def _wrap_class_method(owner: type, name: str, wrapper: Any) -> None:
@@ -74,20 +72,12 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
         model = config.model_config
         switch.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
-        for note in (switch.note, _plain_keys(switch, model.get_head_size()), _slow_blocks(config)):
+        for note in (switch.note, _slow_blocks(config)):
             if note is not None:
                 _logger.warning_once(note)
+        if config.parallel_config.worker_cls == "auto":
+            config.parallel_config.worker_cls = WORKER
     stock(config)
-
-
-def _plain_keys(switch: Switch, head_dim: int) -> str | None:
-    """What a format without a policy means for keys, in one sentence."""
-    if switch.policy is not None or Format.parse(switch.format, head_dim).key.bits > 4:
-        return None
-    return (
-        f"aurakv stores keys as plain codes in vLLM ({switch.format}): a model with biased keys, such as Qwen2.5, does"
-        " not survive 4 bits or fewer this way; use k8v4 or a policy, or check its answers first"
-    )
 
 
 def _slow_blocks(config: VllmConfig) -> str | None:
@@ -99,25 +89,6 @@ def _slow_blocks(config: VllmConfig) -> str | None:
         f"--block-size {cache.block_size} keeps aurakv from its decode kernel for GPUs, which reads blocks of multiples"
         f" of 32 tokens: attention is several times slower than with {FAST_TOKENS}, the default"
     )
-
-
-def _choose_on_cpu(stock: Any, selected: AttentionBackendEnum | None, *args: Any, **kwargs: Any) -> str:
-    if selected == AttentionBackendEnum.CUSTOM and AttentionBackendEnum.CUSTOM.is_overridden():
-        return AttentionBackendEnum.CUSTOM.get_path()
-    return stock(selected, *args, **kwargs)
-
-
-def _wrap_layers() -> None:
-    stock = Attention.get_kv_cache_spec
-
-    @functools.wraps(stock)
-    def get_kv_cache_spec(self: Attention, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        spec = stock(self, vllm_config)
-        if spec is None or self.attn_backend is not AuraBackend:
-            return spec
-        return self.impl.spec(self, spec)
-
-    Attention.get_kv_cache_spec = get_kv_cache_spec
 
 
 def why_not(config: VllmConfig) -> str | None:
@@ -146,6 +117,7 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    token_bytes: ClassVar[int | None] = None  # of a token and KV head, in the layers that `with_bytes` is for
 
     @staticmethod
     def get_name() -> str:
@@ -174,10 +146,14 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Only looks: what `AuraImpl.spec` made passes, and so does a probe of one token."""
-        if spec.state_content_bytes is None and (cls is not AuraBackend or spec.block_size > 1):
+        """The memory vLLM sets aside: the bytes of our pages, with the tokens of its blocks."""
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
             raise InputError(f"aurakv cannot serve this: the model has layers of the kind {type(spec).__name__}")
-        return spec
+        if cls.token_bytes is None:
+            raise InputError(f"aurakv needs its own worker: --worker-cls must be {WORKER} or derive from it")
+        if spec.block_size != 1 and spec.block_size % TOKENS:
+            raise InputError(f"--block-size must be a multiple of {TOKENS} with aurakv, got {spec.block_size}")
+        return replace(spec, dtype=torch.uint8, state_content_bytes=cls.token_bytes)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -190,6 +166,14 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_kv_connector(cls) -> bool:
         return False
+
+
+@functools.cache
+def with_bytes(token_bytes: int) -> type[AuraBackend]:
+    """The backend of layers whose tokens take so many bytes: vLLM asks a backend for the memory of its layers."""
+    name = f"AuraBackend{token_bytes}"
+    made = type(name, (AuraBackend,), {"token_bytes": token_bytes, "__module__": __name__, "__qualname__": name})
+    return made
 
 
 class AuraImpl(AttentionImpl):  # type: ignore[misc]
@@ -220,33 +204,23 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
                 raise InputError(f"aurakv cannot serve this: {sentence}")
         switch = Switch.parse(get_current_vllm_config().additional_config)
         if switch is None:
-            raise InputError('the backend of aurakv needs a format: --additional-config \'{"aurakv": "k4v4"}\'')
+            raise InputError('the backend of aurakv needs its switch: --additional-config \'{"aurakv": "k4v4"}\'')
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window
         self.sinks = sinks
         self.shares = kv_sharing_target_layer_name  # the layer whose keys and values it uses
-        self.switch = switch
+        self.observer: KeyObserver | None = None  # while a text is read to calibrate
+        self.first = 0  # tokens of a sequence that are kept uncompressed
         self.scoring = Scoring(scale=self.scale, window=sliding_window, softcap=logits_soft_cap or None)
         self.layer: Layer | None = None
 
-    def bind(self, layer: Attention) -> Layer:
-        """The layer of aurakv: it depends on what the layer of vLLM knows and its implementation is not told."""
-        if self.layer is None:
-            name = self.shares or layer.layer_name
-            whole = self.switch.layer(extract_layer_index(name))
-            ranks = get_tensor_model_parallel_world_size()
-            policy = shard(whole, get_tensor_model_parallel_rank(), ranks, self.num_kv_heads)
-            format = Format.parse(policy.format, (layer.head_size, layer.head_size_v), layer.dtype)
-            self.layer = Layer(format, self.scoring, sink_logits=self.sinks, policy=policy)
-        return self.layer
-
-    def spec(self, layer: Attention, spec: AttentionSpec) -> AttentionSpec:
-        """The memory vLLM sets aside: the bytes of our pages, with the tokens of its blocks."""
-        if spec.block_size % TOKENS:
-            raise InputError(f"--block-size must be a multiple of {TOKENS} with aurakv, got {spec.block_size}")
-        return replace(spec, dtype=torch.uint8, state_content_bytes=self.bind(layer).format.bytes_per_token)
+    def give(self, layer: Attention, policy: LayerPolicy) -> None:
+        """What this layer stores, once the model is loaded."""
+        format = Format.parse(policy.format, (layer.head_size, layer.head_size_v), layer.dtype)
+        self.layer = Layer(format, self.scoring, sink_logits=self.sinks, policy=policy)
+        layer.attn_backend = with_bytes(format.bytes_per_token)
 
     def forward(
         self,
@@ -262,9 +236,16 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
     ) -> Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise InputError("aurakv does not quantise outputs")
-        if attn_metadata is None:  # vLLM warms up
-            return output.zero_()
-        self.bind(layer).forward(query, key, value, kv_cache, attn_metadata, output)
+        if attn_metadata is not None:
+            assert self.layer is not None
+            self.layer.forward(query, key, value, kv_cache, attn_metadata, output)
+        elif self.observer is not None and key is not None and value is not None:
+            self.observer.add(key, query)
+            output.copy_(
+                attend_dense(query, key, value, [0, len(query)], None, self.scoring, sink_logits=self.sinks).out
+            )
+        else:  # vLLM warms up
+            output.zero_()
         return output
 
 

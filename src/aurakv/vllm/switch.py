@@ -8,56 +8,66 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from ..calibration.calibration import DEFAULT
 from ..calibration.policy import LayerPolicy, Policy
 from ..errors import InputError, short
 from ..format.codec import Format
 
 KEY = "aurakv"  # of the switch: {"aurakv": "k4v4"}
+PLAIN = "plain:"
 
 
 @dataclass(frozen=True)
 class Switch:
-    """What each layer stores: one format for all, or a policy."""
+    """What each layer stores: one format for all, calibrated or plain, or a policy."""
 
-    format: str
+    name: str  # as a user wrote it
+    format: str | None = None  # None: the default, with wider keys in layers that need them
+    plain: bool = False  # codes without key offsets and key scales
     policy: Policy | None = None
     note: str | None = None  # what of the policy is not served, in one sentence
 
     @classmethod
     def parse(cls, options: object) -> Switch | None:
         """The switch in an engine's additional options, or None without the switch."""
-        if not isinstance(options, dict) or KEY not in options:
+        if not isinstance(options, dict) or KEY not in options or options[KEY] is False:
             return None
         given = options[KEY]
+        if given is True:
+            return cls("true")
         if not isinstance(given, str):
             raise InputError(
-                f'{KEY} must be a format, a policy or a policy file, as in {{"{KEY}": "k4v4"}}, got {short(given)}'
+                f"{KEY} must be a format, a policy, a policy file or true, which chooses by itself, as in"
+                f' {{"{KEY}": "k4v4"}}, got {short(given)}'
             )
         return _parse(given, _stamp(given))
+
+    @property
+    def measured(self) -> bool:
+        """Whether the keys of the model decide what is stored, or whether it may be."""
+        return self.policy is None and (self.format is None or Format.parse(self.format, 64).key.coded)
 
     def check_model(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Refuse a model that the switch is not for."""
         if self.policy is None:
-            Format.parse(self.format, head_dim)
+            Format.parse(self.format or DEFAULT, head_dim)
         else:
             self.policy.check_model(layers, kv_heads, head_dim)
-
-    def layer(self, number: int) -> LayerPolicy:
-        return LayerPolicy(self.format) if self.policy is None else self.policy.layers[number]
 
 
 @functools.lru_cache(maxsize=8)  # every layer asks
 def _parse(given: str, stamp: tuple[int, ...]) -> Switch:
     policy, note = Policy.find(given), None
     if policy is None:
-        Format.parse(given, 64)
-        return Switch(given)
+        format = given.removeprefix(PLAIN)
+        Format.parse(format, 64)
+        return Switch(given, format, given.startswith(PLAIN))
     if policy.first or policy.recent:
         note = (
             f"policy {given} keeps its first {policy.first} and most recent {policy.recent} tokens uncompressed; vLLM's"
             " blocks have no place for them, so all tokens are stored in the formats of their layers"
         )
-    return Switch(f"policy {given}", replace(policy, first=0, recent=0), note)
+    return Switch(f"policy {given}", policy=replace(policy, first=0, recent=0), note=note)
 
 
 def _stamp(given: str) -> tuple[int, ...]:

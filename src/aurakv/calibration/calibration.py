@@ -1,0 +1,226 @@
+"""Calibration: what the keys of a model teach, whatever format they will be stored in.
+
+For each attention layer an offset and a scale per channel, and by how much attention moves at each width, with them and
+without. `chosen` makes of it what every layer stores, and refuses what a model would not survive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..errors import FileError, InputError, short
+from ..folders import cache_folder
+from ..format.codec import Format
+from .guard import LOST, ON_AVERAGE, more_than, wider, with_keys
+from .policy import LayerPolicy, read_tensor, text_of
+
+KIND, VERSION = "aurakv-calibration", 1
+DEFAULT = "k4v4"  # where nobody names a format
+WIDTHS = (2, 3, 4, 5, 6, 8)  # at which attention is measured
+MAX_BYTES = 256 * 2**20
+_FIELDS = {"kind", "version", "model", "source", "first", "layers"}
+_LAYER = {"kv_heads", "head_dim", "key_offset", "key_scale", "moved", "moved_plain"}
+
+
+@dataclass(frozen=True)
+class KeyCalibration:
+    """Of one layer. Both tensors are float32 [kv_heads, head_dim]; the offset is that of the scaled keys."""
+
+    key_offset: Tensor
+    key_scale: Tensor
+    moved: Mapping[int, float]  # nats by which attention on codes of a width moves …
+    moved_plain: Mapping[int, float]  # … and without offset and scale
+
+    def nats(self, bits: int, plain: bool) -> float:
+        return 0.0 if bits == 16 else (self.moved_plain if plain else self.moved)[bits]
+
+    def policy(self, format: str, plain: bool) -> LayerPolicy:
+        if plain:
+            return LayerPolicy(format)
+        whole = LayerPolicy(format, key_offset=self.key_offset, key_scale=self.key_scale)
+        return whole.with_format(format, self.key_scale.shape[1])
+
+
+class Chosen(NamedTuple):
+    """What the layers of a model store."""
+
+    layers: dict[int, LayerPolicy]
+    note: str | None = None  # what a user should know of it, in one sentence
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Of the attention layers of a model, by their numbers."""
+
+    layers: Mapping[int, KeyCalibration]
+    source: str  # the text, and how many tokens of it
+    first: int  # first tokens of a sequence that were uncompressed when movements were measured
+    model: str = ""  # `identity_of` it; empty: not kept
+
+    def chosen(self, format: str | None, plain: bool = False, device_type: str = "cpu") -> Chosen:
+        """The named format for all layers, or DEFAULT with wider keys where a layer needs them."""
+        if format is None:
+            return Chosen(self._widened(device_type))
+        bits = self._bits(format)
+        lost = {number: nats for number, nats in self._nats(bits, plain).items() if nats > LOST}
+        mean = self._mean(bits, plain)
+        note = None
+        if lost:
+            number, nats = max(lost.items(), key=lambda item: item[1])
+            raise InputError(
+                f"keys do not survive {'plain:' if plain else ''}{format} in {len(lost)} of {len(self.layers)} layers"
+                f" of this model (attention of layer {number} moves by {more_than(nats, LOST)} nats where {LOST} are"
+                f" tolerated): {self._better(format, plain, device_type)} would keep them"
+            )
+        if mean > ON_AVERAGE:
+            note = (
+                f"{format} costs this model some quality (attention of its layers moves by"
+                f" {more_than(mean, ON_AVERAGE)} nats on average, more than {ON_AVERAGE}):"
+                f" {self._better(format, plain, device_type)} would not"
+            )
+        return Chosen({number: layer.policy(format, plain) for number, layer in self.layers.items()}, note)
+
+    def _widened(self, device_type: str) -> dict[int, LayerPolicy]:
+        """Keys of DEFAULT, wider in the layers that move most, until no layer is lost and the mean is small enough."""
+        formats = dict.fromkeys(self.layers, DEFAULT)
+
+        def nats(number: int) -> float:
+            return self.layers[number].nats(self._bits(formats[number]), False)
+
+        def widen(number: int) -> None:
+            layer = self.layers[number]
+            dim = layer.key_scale.shape[1]
+            formats[number] = with_keys(formats[number], wider(self._bits(formats[number]), dim, device_type)[0])
+
+        for number in formats:
+            while nats(number) > LOST:
+                widen(number)
+        while sum(map(nats, formats)) > ON_AVERAGE * len(formats):
+            widen(max(formats, key=nats))
+        return {number: layer.policy(formats[number], False) for number, layer in self.layers.items()}
+
+    def _better(self, format: str, plain: bool, device_type: str) -> str:
+        """The narrowest format, calibrated, with these values and at least as wide keys that every layer survives."""
+        bits = self._bits(format)
+        dim = max(layer.key_scale.shape[1] for layer in self.layers.values())
+        for width in [*([bits] if plain else []), *wider(bits, dim, device_type)]:
+            if max(self._nats(width, False).values()) <= LOST and self._mean(width, False) <= ON_AVERAGE:
+                break
+        return with_keys(format, width)
+
+    def _nats(self, bits: int, plain: bool) -> dict[int, float]:
+        return {number: layer.nats(bits, plain) for number, layer in self.layers.items()}
+
+    def _mean(self, bits: int, plain: bool) -> float:
+        return sum(self._nats(bits, plain).values()) / len(self.layers)
+
+    def _bits(self, format: str) -> int:
+        return Format.parse(format, 64).key.bits
+
+    # files
+
+    def dumps(self) -> str:
+        layers = {
+            str(number): {
+                "kv_heads": layer.key_scale.shape[0],
+                "head_dim": layer.key_scale.shape[1],
+                "key_offset": text_of(layer.key_offset),
+                "key_scale": text_of(layer.key_scale),
+                "moved": {str(bits): nats for bits, nats in layer.moved.items()},
+                "moved_plain": {str(bits): nats for bits, nats in layer.moved_plain.items()},
+            }
+            for number, layer in self.layers.items()
+        }
+        fields = {"kind": KIND, "version": VERSION, "model": self.model, "source": self.source, "first": self.first}
+        return json.dumps({**fields, "layers": layers}, indent=1) + "\n"
+
+    @classmethod
+    def loads(cls, text: str) -> Calibration:
+        """From the text of a file; everything in it is checked."""
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FileError(f"a calibration is a JSON object: {error}") from error
+        if not isinstance(read, dict) or set(read) != _FIELDS or read["kind"] != KIND:
+            raise FileError(f"a calibration is a JSON object of kind {KIND!r} with the fields {sorted(_FIELDS)}")
+        if read["version"] != VERSION:
+            raise FileError(f"this version reads calibrations of version {VERSION}, got {short(read['version'])}")
+        layers, first = read["layers"], read["first"]
+        if not isinstance(layers, dict) or not layers or not isinstance(first, int):
+            raise FileError("a calibration has layers, by their numbers, and a number of first tokens")
+        if not isinstance(read["source"], str) or not isinstance(read["model"], str):
+            raise FileError("a calibration names its source and its model")
+        return cls({_number(name): _layer(name, layer) for name, layer in layers.items()}, read["source"], first,
+                   read["model"])  # fmt: skip
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise FileError(f"a calibration has at most {MAX_BYTES} bytes, got {path.stat().st_size}")
+            return cls.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise FileError(f"{path} cannot be read: {error.strerror}") from error
+        except FileError as error:
+            raise FileError(f"{path}: {error}") from error
+
+    @classmethod
+    def kept(cls, model: str) -> Calibration | None:
+        """What was kept for the model of this identity."""
+        path = kept_at(model)
+        return cls.load(path) if path.exists() else None
+
+    def keep(self) -> Path:
+        """For this user, under the identity of the model. The file is replaced as a whole."""
+        path = kept_at(self.model)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(self.dumps(), "utf-8")
+            os.replace(beside, path)
+        except OSError as error:
+            raise FileError(f"{path} cannot be written: {error.strerror}") from error
+        return path
+
+
+def kept_at(model: str) -> Path:
+    return cache_folder() / "calibrations" / f"{model}.json"
+
+
+def _number(name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 6):
+        raise FileError(f"layers of a calibration have numbers, got {short(name)}")
+    return int(name)
+
+
+def _layer(name: str, read: Any) -> KeyCalibration:
+    if not isinstance(read, dict) or set(read) != _LAYER:
+        raise FileError(f"layer {name} of a calibration has {sorted(_LAYER)}")
+    shape = (read["kv_heads"], read["head_dim"])
+    if not all(type(size) is int and 0 < size < 2**20 for size in shape):
+        raise FileError(f"layer {name} of a calibration has KV heads and a head_dim, got {short(shape)}")
+    offset, scale = (
+        read_tensor(f"{field} of layer {name}", read[field], shape) for field in ("key_offset", "key_scale")
+    )
+    if offset is None or scale is None or not bool((scale > 0).all()) or not bool(offset.isfinite().all()):
+        raise FileError(f"layer {name} of a calibration has a finite key_offset and a positive key_scale")
+    return KeyCalibration(offset, scale, *(_nats(name, read[field]) for field in ("moved", "moved_plain")))
+
+
+def _nats(name: str, read: Any) -> dict[int, float]:
+    good = isinstance(read, dict) and set(read) == {str(bits) for bits in WIDTHS}
+    if not good or not all(isinstance(nats, int | float) and nats == nats for nats in read.values()):
+        raise FileError(f"layer {name} of a calibration says how far attention moves at the widths {list(WIDTHS)}")
+    return {int(bits): float(nats) for bits, nats in read.items()}
+
+
+def together(parts: Iterable[Mapping[int, KeyCalibration]]) -> dict[int, KeyCalibration]:
+    """What several observers saw of different layers."""
+    return {number: layer for part in parts for number, layer in sorted(part.items())}

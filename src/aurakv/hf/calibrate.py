@@ -1,0 +1,28 @@
+"""calibrate: what the keys of a model teach, from a text that it reads in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..calibration.calibration import Calibration
+from ..calibration.policy import FIRST
+from ..calibration.statistics import ENOUGH, SINKS
+from ..errors import InputError
+from .observe import observe
+
+
+def calibrate(
+    model: PreTrainedModel,
+    ids: Tensor,
+    source: str = "",
+    identity: str = "",
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Calibration:
+    """From the token ids [1, n] of a text; `progress` is told how many more were read."""
+    if ids.shape[1] < ENOUGH + SINKS:
+        raise InputError(f"a model is calibrated on at least {ENOUGH + SINKS} tokens, got {ids.shape[1]}")
+    seen = observe(model, ids, progress=progress)
+    return Calibration({i: layer.calibration(FIRST) for i, layer in seen.items()}, source, FIRST, identity)
