@@ -287,16 +287,17 @@ def test_plan_of_a_policy(tmp_path: Path) -> None:
     assert key_scale is not None
     for ranks, rank, heads, first in ((1, 0, 4, 0), (2, 1, 2, 2), (4, 3, 1, 3), (8, 5, 1, 2)):
         torch.testing.assert_close(shard(first_layer, rank, ranks, heads).key_offset, offset[first : first + heads])
-        torch.testing.assert_close(
-            shard(second_layer, rank, ranks, heads).key_scale, key_scale[first : first + heads]
-        )
+        torch.testing.assert_close(shard(second_layer, rank, ranks, heads).key_scale, key_scale[first : first + heads])
     Policy(4, DIM, layers, first=4).save(tmp_path / "uncompressed.json")
     uncompressed = Switch.parse({"aurakv": str(tmp_path / "uncompressed.json")})
     assert uncompressed is not None
     assert uncompressed.policy is not None
-    assert uncompressed.policy.first == 0
-    assert switch.note is None
-    assert "first 4 and most recent 0 tokens uncompressed" in str(uncompressed.note)
+    assert (uncompressed.first, uncompressed.policy.first, uncompressed.note) == (4, 4, None)
+    assert switch.first == 0
+    Policy(4, DIM, layers, first=4, recent=32).save(tmp_path / "recent.json")
+    recent = Switch.parse({"aurakv": str(tmp_path / "recent.json")})
+    assert recent is not None
+    assert "first 4 and most recent 32 tokens uncompressed" in str(recent.note)
 
 
 def test_a_policy_that_was_written_again_is_read_again(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from ..calibration.observer import KeyObserver
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
+from .beginnings import Beginnings, Entries
 from .layer import FAST_TOKENS, TOKENS, Batch, Layer, Memory
 from .switch import Switch
 
@@ -212,14 +213,21 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         self.sinks = sinks
         self.shares = kv_sharing_target_layer_name  # the layer whose keys and values it uses
         self.observer: KeyObserver | None = None  # while a text is read to calibrate
-        self.first = 0  # tokens of a sequence that are kept uncompressed
         self.scoring = Scoring(scale=self.scale, window=sliding_window, softcap=logits_soft_cap or None)
         self.layer: Layer | None = None
 
-    def give(self, layer: Attention, policy: LayerPolicy) -> None:
-        """What this layer stores, once the model is loaded."""
+    def keeps_first(self, layer: Attention) -> bool:
+        """Whether the first tokens of sequences are kept uncompressed. A window leaves them behind."""
+        alike = layer.head_size == layer.head_size_v and layer.dtype != torch.float64
+        return self.sliding_window is None and self.scoring.softcap is None and alike
+
+    def give(self, layer: Attention, policy: LayerPolicy, first: int, seqs: int, device: torch.device) -> None:
+        """What this layer stores, once the model is loaded; seqs: that may run at once."""
         format = Format.parse(policy.format, (layer.head_size, layer.head_size_v), layer.dtype)
-        self.layer = Layer(format, self.scoring, sink_logits=self.sinks, policy=policy)
+        entries = None
+        if first and self.shares is None and self.keeps_first(layer) and (format.key.coded or format.value.coded):
+            entries = Entries.beside(format, first, seqs, self.num_kv_heads, layer.dtype, device)
+        self.layer = Layer(format, self.scoring, sink_logits=self.sinks, policy=policy, beginnings=entries)
         layer.attn_backend = with_bytes(format.bytes_per_token)
 
     def forward(
@@ -268,6 +276,12 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
                 f" different sizes, which vLLM would pad to {kv_cache_spec.page_size_bytes} bytes"
             )
         self.memory = Memory(device)
+        context = vllm_config.compilation_config.static_forward_context
+        self.with_entries = [name for name in layer_names if context[name].impl.layer.beginnings is not None]
+        self.context = context
+        if self.with_entries:
+            first = context[self.with_entries[-1]].impl.layer.beginnings.first
+            self.memory.beginnings = Beginnings(first, vllm_config.scheduler_config.max_num_seqs, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -278,4 +292,10 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         rows = Rows(
             batch.query_start_loc, single=batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
         )
-        return Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory)
+        made = Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory)
+        if self.memory.beginnings is not None:
+            last = self.context[self.with_entries[-1]]  # whose keys depend on everything that came before
+            if last.kv_cache.numel():
+                pages = last.impl.layer.pages(last.kv_cache, made)
+                self.memory.beginnings.find(made.table, made.lengths, rows, pages)
+        return made

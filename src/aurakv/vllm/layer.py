@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
 from ..storage.pages import Pages
+from .beginnings import Beginnings, Entries
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
 FAST_TOKENS = 64  # and best this many on a GPU: a tile of the decode kernel
@@ -25,7 +26,9 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        self.pages: dict[tuple[object, ...], tuple[Pages, Tensor | None]] = {}  # and key scale of each layer and table
+        self.beginnings: Beginnings | None = None  # where the layers have some
+        # of each layer and table: pages, key scale, beginnings
+        self.pages: dict[tuple[object, ...], tuple[Pages, Tensor | None, Pages | None]] = {}
 
 
 @dataclass
@@ -70,9 +73,12 @@ class Layer:
         *,
         sink_logits: Tensor | None = None,
         policy: LayerPolicy | None = None,
+        beginnings: Entries | None = None,
     ) -> None:
         self.format = format
         self.scoring = scoring
+        self.beginnings = beginnings
+        self.with_first = scoring if beginnings is None else replace(scoring, first=beginnings.first)
         self.sink_logits = sink_logits
         self.policy = policy or LayerPolicy(format.name)
 
@@ -82,18 +88,31 @@ class Layer:
         Without keys and values the layer reads those of an earlier one.
         blocks: [blocks, kv_heads, tokens, bytes of a token] uint8, the engine's memory.
         """
-        pages, key_scale = self._pages(blocks, batch)
+        pages, key_scale, entries = self._pages(blocks, batch)
         if not batch.seen and blocks.device.type == "cpu":
             batch.look(pages)
         n = batch.tokens
         if n:
             new = q[:n], None if k is None else k[:n], None if v is None else v[:n]
-            step = Step(pages, batch.rows, self.scoring, self.sink_logits, key_scale=key_scale, counted=True)
+            if entries is not None and k is not None and v is not None:
+                assert batch.memory.beginnings is not None
+                batch.memory.beginnings.store(k[:n], v[:n], key_scale, batch.rows, entries, pages)
+            if not (batch.rows.single or blocks.device.type == "cpu"):  # the kernels for many rows take the codes
+                entries = None
+            scoring = self.scoring if entries is None else self.with_first
+            step = Step(
+                pages, batch.rows, scoring, self.sink_logits, key_scale=key_scale, uncompressed=entries, counted=True
+            )
             backend = backends.select(None, self.format, q.device, q.dtype)
             backend.prepare_step(step, *new)(*new, out[:n])
 
-    def _pages(self, blocks: Tensor, batch: Batch) -> tuple[Pages, Tensor | None]:
-        """The engine's memory as pages, and the key scale beside them. Made once per table: engines reuse theirs."""
+    def pages(self, blocks: Tensor, batch: Batch) -> Pages:
+        """The engine's memory as pages."""
+        return self._pages(blocks, batch)[0]
+
+    def _pages(self, blocks: Tensor, batch: Batch) -> tuple[Pages, Tensor | None, Pages | None]:
+        """The engine's memory as pages, the key scale and the beginnings beside them. Made once per table: engines
+        reuse theirs."""
         known, table, lengths = batch.memory.pages, batch.table, batch.lengths
         key = (self, blocks.data_ptr(), blocks.shape[0], table.data_ptr(), *table.shape, lengths.data_ptr())
         found = known.get(key)
@@ -112,7 +131,10 @@ class Layer:
                 value_offset=_on(self.policy.value_offset, data),
             ).trust()
             pages.check()
-            found = pages, _on(self.policy.key_scale, data)
+            entries = None
+            if self.beginnings is not None and batch.memory.beginnings is not None:
+                entries = batch.memory.beginnings.entries_of(self.beginnings, lengths.shape[0])
+            found = pages, _on(self.policy.key_scale, data), entries
             if len(known) >= MAX_KNOWN:
                 known.clear()
             known[key] = found

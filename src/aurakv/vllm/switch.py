@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..calibration.calibration import DEFAULT
-from ..calibration.policy import LayerPolicy, Policy
+from ..calibration.policy import FIRST, LayerPolicy, Policy
 from ..errors import InputError, short
 from ..format.codec import Format
 
 KEY = "aurakv"  # of the switch: {"aurakv": "k4v4"}
 PLAIN = "plain:"
+MOST = 16  # first tokens that the kernels take: as many as the smallest block has
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Switch:
     name: str  # as a user wrote it
     format: str | None = None  # None: the default, with wider keys in layers that need them
     plain: bool = False  # codes without key offsets and key scales
+    first: int = 0  # tokens of a sequence that stay uncompressed
     policy: Policy | None = None
     note: str | None = None  # what of the policy is not served, in one sentence
 
@@ -34,7 +36,7 @@ class Switch:
             return None
         given = options[KEY]
         if given is True:
-            return cls("true")
+            return cls("true", first=FIRST)
         if not isinstance(given, str):
             raise InputError(
                 f"{KEY} must be a format, a policy, a policy file or true, which chooses by itself, as in"
@@ -61,13 +63,15 @@ def _parse(given: str, stamp: tuple[int, ...]) -> Switch:
     if policy is None:
         format = given.removeprefix(PLAIN)
         Format.parse(format, 64)
-        return Switch(given, format, given.startswith(PLAIN))
-    if policy.first or policy.recent:
+        plain = given.startswith(PLAIN)
+        return Switch(given, format, plain, 0 if plain else FIRST)
+    if policy.recent or policy.first > MOST:
         note = (
             f"policy {given} keeps its first {policy.first} and most recent {policy.recent} tokens uncompressed; vLLM's"
-            " blocks have no place for them, so all tokens are stored in the formats of their layers"
+            f" blocks have no place for recent ones or for more than {MOST} first ones"
         )
-    return Switch(f"policy {given}", policy=replace(policy, first=0, recent=0), note=note)
+    first = min(policy.first, MOST)
+    return Switch(f"policy {given}", first=first, policy=replace(policy, first=first, recent=0), note=note)
 
 
 def _stamp(given: str) -> tuple[int, ...]:

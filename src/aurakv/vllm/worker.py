@@ -31,7 +31,7 @@ from ..calibration import texts
 from ..calibration.calibration import Calibration, KeyCalibration
 from ..calibration.identity import identity_of
 from ..calibration.observer import KeyObserver
-from ..calibration.policy import LayerPolicy
+from ..calibration.policy import FIRST, LayerPolicy
 from ..calibration.statistics import ENOUGH, SINKS
 from ..errors import FileError, InputError
 from ..hf.support import turns
@@ -80,11 +80,12 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
         policies = _measured(switch, config, model, device, {numbers[name]: ours[name] for name in numbers})
     else:
         policies = dict.fromkeys(numbers.values(), LayerPolicy(str(switch.format)))
+    seqs = config.scheduler_config.max_num_seqs
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     for name, layer in ours.items():
         source = layer.impl.shares or name
         policy = policies[extract_layer_index(source)] if source in own else DRAFT
-        layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads))
+        layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads), switch.first, seqs, device)
 
 
 def _measured(
@@ -165,12 +166,14 @@ def _read(
         layer.impl.observer = KeyObserver(turned[number] if number < len(turned) else None, layer.impl.scoring)
     try:
         _forward(config, model, ids.to(device))
-        seen = {number: layer.impl.observer.calibration(layer.impl.first) for number, layer in layers.items()}
+        seen = {
+            number: layer.impl.observer.calibration(FIRST if layer.impl.keeps_first(layer) else 0)
+            for number, layer in layers.items()
+        }
     finally:
         for layer in layers.values():
             layer.impl.observer = None
-    first = max(layer.impl.first for layer in layers.values())
-    return Calibration(_gathered(seen, copies(config)), source, first, identity)
+    return Calibration(_gathered(seen, copies(config)), source, FIRST, identity)
 
 
 def _ids(config: VllmConfig) -> tuple[Tensor, str]:

@@ -232,5 +232,7 @@ def test_merge_compiles(together: int, several: bool) -> None:
         **dict.fromkeys(fixed, "constexpr"),
         "bias_scale": "fp32",
     }
+    if not several:
+        types["first"] = "*i32"  # of each sequence
     options = {"num_warps": max(across, min(4, together)), "launch_pdl": True}
     assert "cubin" in compile_kernel(merge_pieces, types, fixed, 90, options).asm

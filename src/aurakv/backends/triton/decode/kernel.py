@@ -48,6 +48,7 @@ from .schedule import (
     position_of,
     query_rows,
     row_bounds,
+    scan_in,
     seen,
     span_of,
     split_pieces,
@@ -129,7 +130,7 @@ def decode_attention(
     A2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     B2: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
     WEIGHTS: gl.constexpr = weight_layout(TILE)
-    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
+    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS, UNCOMPRESSED)
     scan = (first, recent, window, sinks)
     where = (starts, tokens, ends, lengths)
 
@@ -247,9 +248,10 @@ def decode_attention(
         room = gl.full([HEADS], -9.0, gl.float32, HEAD)  # log2 of the value scales' reference, the same for all heads
         # what the rows see: each its own keys, whole tiles between the largest first and the smallest last of them
         length, end = gl.load(lengths + seq), gl.load(ends + seq)
-        lo, hi = row_bounds((job % blocks) * ROWS + o_head, count, end, length, scan, SCAN)
-        least_lo, whole_hi = row_bounds(0, count, end, length, scan, SCAN)
-        whole_lo, most_hi = row_bounds(GROUP * (count - 1), count, end, length, scan, SCAN)
+        here = scan_in(scan, seq, SCAN)
+        lo, hi = row_bounds((job % blocks) * ROWS + o_head, count, end, length, here, SCAN)
+        least_lo, whole_hi = row_bounds(0, count, end, length, here, SCAN)
+        whole_lo, most_hi = row_bounds(GROUP * (count - 1), count, end, length, here, SCAN)
 
         for i in range(n):
             page = look_up(cursor, table, width)

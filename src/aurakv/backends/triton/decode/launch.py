@@ -130,7 +130,8 @@ def prepare(
     stride = heads * dim if scattered else q.stride(0)
     ends = ends.contiguous()
     sinks = scoring.sinks if scoring.window is not None else 0
-    scan = (scoring.first, scoring.recent, scoring.window or 0, sinks)
+    held = scoring.first if uncompressed is None else uncompressed.lengths  # a sequence may have fewer there, or none
+    scan = (held, scoring.recent, scoring.window or 0, sinks)
     flags = {
         "GROUP": group,
         "ROWS": rows,
@@ -178,7 +179,7 @@ def prepare(
         VALUE_LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and pages.key_offset is not None, STAGES=STAGES,
         WHOLE=_whole(pages, rows), KEY_SCALE=key_scale is not None, ALONE=alone,
-        **{key: alone and on for key, on in ends_with.items()}, **flags,
+        **{key: on and (alone or key == "UNCOMPRESSED") for key, on in ends_with.items()}, **flags,
         num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
     size = slots * rows * (dim + 1) * 4

@@ -47,7 +47,7 @@ def merge_pieces(
     ALL: gl.constexpr = gl.SliceLayout(
         0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     )  # the same in each warp
-    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS)
+    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS, UNCOMPRESSED)
     scan = (first, recent, window, sinks)
     o_seq = gl.arange(0, SEQS, layout=ALL)
     b_seq = gl.minimum(o_seq, seqs - 1)
@@ -110,7 +110,7 @@ def merge_pieces(
     if UNCOMPRESSED:
         page = gl.load(u_table + seq).to(gl.int64)
         p_uncompressed = u_data + (page * kv_heads + gl.where(known, kv_head, 0)) * u_size
-        visible = gl.minimum(gl.minimum(first, gl.load(u_lengths + seq)), gl.load(ends + seq))
+        visible = gl.minimum(gl.load(u_lengths + seq), gl.load(ends + seq))
         for t in range(0, gl.where(known, visible, 0)):
             b_key = gl.load(p_uncompressed + u_keys + t * DIM + d).to(gl.float32)
             b_value = gl.load(p_uncompressed + u_values + t * DIM + o_column).to(gl.float32)

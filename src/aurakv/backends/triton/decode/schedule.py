@@ -4,7 +4,7 @@ The rows of a sequence and KV head are its (query, query head) pairs. They come 
 is a job, and jobs of a sequence are numbered KV head first. The tiles that a job reads are numbered t0 … t1: the tiles
 of the window from `edge` on, before them those of positional sinks, which lie `shift` tiles further.
 
-scan: (first, recent, window, sinks), as in Scoring.
+scan: (first, recent, window, sinks), as in Scoring; SCAN.held: first is an address, of such a number for each sequence.
 A cursor is (tiles left, sequence, job, tile, span, table entry, tile in the page).
 """
 
@@ -31,11 +31,21 @@ class Scan(NamedTuple):
     tile: int  # tokens
     group: int  # query heads of a KV head
     rows: int  # of a job
+    held: bool  # how many first tokens are uncompressed differs from sequence to sequence
 
 
 @gluon.constexpr_function
-def make_scan(clip, window, sinks, several, tile, group, rows):
-    return Scan(clip, window, sinks, several, tile, group, rows)
+def make_scan(clip, window, sinks, several, tile, group, rows, held):
+    return Scan(clip, window, sinks, several, tile, group, rows, held)
+
+
+@gluon.jit
+def scan_in(scan, seq, SCAN: gl.constexpr):
+    """The scan of one sequence, or of a block of them."""
+    if SCAN.held:
+        return gl.load(scan[0] + seq), scan[1], scan[2], scan[3]
+    else:
+        return scan
 
 
 @gluon.jit
@@ -71,6 +81,7 @@ def find_job(number, o_seq, b_jobs, seqs, kv_heads, SCAN: gl.constexpr):
 def seen(seq, count, ends, lengths, scan, SCAN: gl.constexpr):
     """(t0, t1, edge, shift) of the tiles that hold every key that the queries of a sequence see."""
     TILE: gl.constexpr = SCAN.tile
+    scan = scan_in(scan, seq, SCAN)
     hi = gl.load(lengths + seq)
     end = gl.load(ends + seq)
     if SCAN.clip:
@@ -94,7 +105,7 @@ def seen(seq, count, ends, lengths, scan, SCAN: gl.constexpr):
 
 @gluon.jit
 def row_bounds(row, count, end, length, scan, SCAN: gl.constexpr):
-    """The keys lo ≤ t < hi that a row sees beside the sinks."""
+    """The keys lo ≤ t < hi that a row sees beside the sinks. scan: that of its sequence."""
     hi = length + 0 * row
     last = end + 0 * row
     if SCAN.several:

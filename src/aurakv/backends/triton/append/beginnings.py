@@ -1,0 +1,137 @@
+"""Beginnings of sequences that an engine's blocks have no place for: which entry each has, and storing tokens there.
+
+`aurakv.vllm.beginnings` says what it is for, and has the same in Python for the CPU.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....storage.pages import Pages
+
+NONE = tl.constexpr(-1)
+
+
+@triton.jit
+def tag_of(data, block, stride, offset, row_bytes, FIRST: tl.constexpr):
+    """A number that tells what the first tokens of blocks are, from the first 8 bytes of their keys."""
+    tag = tl.zeros_like(block)
+    for t in tl.static_range(FIRST):
+        word = tl.load((data + block * stride + offset + t * row_bytes).to(tl.pointer_type(tl.int64)))
+        tag = tag * 6364136223846793005 + word
+    return tag & 0x7FFFFFFFFFFFFFFF
+
+
+@triton.jit(do_not_specialize=["seqs", "width", "step"])
+def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_bytes, entry_of, block_of, tag, used,
+                filled, order, pointer, slots, held, before, step, entries, FIRST: tl.constexpr, SEQS: tl.constexpr,
+                ENTRIES: tl.constexpr):  # fmt: skip
+    """One program: every phase sees what the one before has written."""
+    o_entry = tl.arange(0, ENTRIES)
+    m_entry = o_entry < entries
+    b_block = tl.load(block_of + o_entry, mask=m_entry, other=NONE)
+    full = m_entry & (b_block >= 0) & (tl.load(filled + o_entry, mask=m_entry, other=0) >= FIRST)
+    settled = full & (tl.load(tag + o_entry, mask=m_entry, other=0) == NONE)
+    now = tag_of(data, tl.where(settled, b_block, 0), stride, offset, row_bytes, FIRST)
+    tl.store(tag + o_entry, now, mask=settled)
+
+    o_seq = tl.arange(0, SEQS)
+    m_seq = o_seq < seqs
+    length = tl.load(lengths + o_seq, mask=m_seq, other=0)
+    real = m_seq & (length > 0)
+    block = tl.load(table + o_seq.to(tl.int64) * width, mask=real, other=0).to(tl.int64)
+    rows = tl.load(starts + 1 + o_seq, mask=real, other=0) - tl.load(starts + o_seq, mask=real, other=0)
+    old = length - rows
+    entry = tl.load(entry_of + block, mask=real, other=NONE)
+    tl.store(used + entry, step, mask=real & (entry >= 0))
+    missing = real & (entry < 0)
+    tl.store(entry_of + block, -2 - o_seq, mask=missing)  # of sequences that begin with the same block, one asks
+    tl.debug_barrier()
+    asks = missing & (tl.load(entry_of + block, mask=missing, other=NONE) == -2 - o_seq)
+    begin = tl.load(pointer)
+    o_free = (begin + o_entry) % entries
+    free = m_entry & (tl.load(used + o_free, mask=m_entry, other=0) != step)
+    tl.store(order + tl.cumsum(free.to(tl.int32), 0) - 1, o_free, mask=free)
+    tl.debug_barrier()
+    rank = tl.cumsum(asks.to(tl.int32), 0) - 1
+    taken = tl.load(order + rank, mask=asks, other=0)
+    tl.store(pointer, (begin + tl.sum(asks.to(tl.int32), 0)) % entries)
+    lost = tl.load(block_of + taken, mask=asks, other=NONE)
+    tl.store(entry_of + lost, NONE, mask=asks & (lost >= 0))
+    tl.store(entry_of + block, taken, mask=asks)
+    tl.store(block_of + taken, block, mask=asks)
+    tl.store(used + taken, step, mask=asks)
+    tl.store(filled + taken, 0, mask=asks)
+    tl.store(tag + taken, NONE, mask=asks)
+    tl.debug_barrier()
+    entry = tl.load(entry_of + block, mask=real, other=0)
+    fresh = real & (old == 0)
+    tl.store(filled + entry, 0, mask=fresh)
+    tl.store(tag + entry, NONE, mask=fresh)
+    tl.debug_barrier()
+    known = tl.load(tag + entry, mask=real, other=NONE)
+    now = tag_of(data, tl.where(real & (known != NONE), block, 0), stride, offset, row_bytes, FIRST)
+    stale = real & (known != NONE) & (known != now)
+    tl.store(filled + entry, 0, mask=stale)
+    tl.debug_barrier()
+    tl.store(tag + entry, NONE, mask=stale)
+    lying = tl.load(filled + entry, mask=real, other=FIRST)
+    grows = real & (lying == old) & (lying < FIRST)
+    most = tl.minimum(length, FIRST)
+    tl.debug_barrier()
+    tl.store(filled + entry, most, mask=grows)
+    tl.debug_barrier()
+    lies = tl.load(filled + entry, mask=real, other=0)
+    tl.store(slots + o_seq, entry, mask=real)
+    tl.store(held + o_seq, tl.where(lies >= most, lies, 0), mask=m_seq)
+    tl.store(before + o_seq, tl.where(grows, lying, FIRST), mask=m_seq)
+
+
+@triton.jit
+def store_kernel(k, k_token, k_head, v, v_token, v_head, key_scale, starts, slots, held, before, data, piece, values,
+                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FIRST: tl.constexpr,
+                 COLUMNS: tl.constexpr):  # fmt: skip
+    """The first tokens of a sequence that are new, as they are but for the key scale: program (sequence, head)."""
+    seq, head = tl.program_id(0), tl.program_id(1)
+    old, count = tl.load(before + seq), tl.load(held + seq)
+    if old < count:
+        row = tl.load(starts + seq).to(tl.int64)
+        p_piece = data + (tl.load(slots + seq).to(tl.int64) * HEADS + head) * piece
+        d = tl.arange(0, COLUMNS)
+        for t in range(old, count):
+            at = row + t - old
+            key = tl.load(k + at * k_token + head * k_head + d, mask=d < KEY_DIM, other=0.0).to(tl.float32)
+            if key_scale is not None:
+                key = key * tl.load(key_scale + head * KEY_DIM + d, mask=d < KEY_DIM, other=1.0)
+            tl.store(p_piece + t * KEY_DIM + d, key.to(data.dtype.element_ty), mask=d < KEY_DIM)
+            value = tl.load(v + at * v_token + head * v_head + d, mask=d < VALUE_DIM, other=0.0)
+            tl.store(p_piece + values + t * VALUE_DIM + d, value.to(data.dtype.element_ty), mask=d < VALUE_DIM)
+
+
+def find(state: dict[str, Tensor], table: Tensor, lengths: Tensor, starts: Tensor, pages: Pages, step: int, first: int,
+         seqs: int) -> None:  # fmt: skip
+    """See `find_kernel`. pages: of the layer whose contents tell blocks apart; seqs: at most in any step."""
+    layout, entries = pages.format.layout(pages.page_size), len(state["used"])
+    find_kernel[(1,)](
+        table, lengths, starts, len(lengths), table.shape[1], pages.data, pages.data.stride(0), layout.key_codes,
+        pages.format.key.row_bytes, *(state[name] for name in NAMES), step, entries, first,
+        triton.next_power_of_2(seqs), triton.next_power_of_2(entries), num_warps=8,
+    )  # fmt: skip
+
+
+NAMES = ("entry_of", "block_of", "tag", "used", "filled", "order", "pointer", "slots", "held", "before")
+
+
+def store(k: Tensor, v: Tensor, key_scale: Tensor | None, starts: Tensor, before: Tensor, entries: Pages) -> None:
+    """See `store_kernel`. entries: pages of 16-bit vectors whose table has the entry of each sequence."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    key, value, data = entries.format.key, entries.format.value, entries.data.view(entries.format.key.dtype)
+    store_kernel[(entries.seqs, entries.kv_heads)](
+        k, *k.stride()[:2], v, *v.stride()[:2], key_scale, starts, entries.table, entries.lengths, before, data,
+        data.shape[2], entries.format.layout(entries.page_size).value_codes // data.element_size(), entries.kv_heads, key.dim, value.dim,
+        entries.page_size, triton.next_power_of_2(max(key.dim, value.dim)), num_warps=1,
+    )  # fmt: skip

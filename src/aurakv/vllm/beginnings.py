@@ -1,0 +1,191 @@
+"""Beginnings: the first tokens of sequences, uncompressed, beside blocks that have no place for them.
+
+They attract attention and their keys are unlike all others, so codes of few bits cost most there. Blocks of an engine
+have one size; so every layer has a small buffer of entries: one for each sequence that may run, and some more. An entry
+belongs to a block, the first one of a sequence, and so to every sequence that begins with that block.
+
+The codes of these tokens are always in their blocks. Where an entry is missing they are used instead (on a CPU by
+decoding them into one): that costs accuracy, and nothing else. An entry knows which bytes its block had once all first
+tokens were there, because blocks can be filled without us: by a connector, or as copies. Entries of sequences that run
+are never given to others.
+
+On a GPU all of this happens on the device, without waiting for it. Knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention import ops
+from ..attention.step import Rows
+from ..calibration.key_scale import scaled_keys
+from ..format.codec import Codec, Format
+from ..storage.pages import Pages
+
+SPARE = 256  # entries for blocks of sequences that do not run, which an engine may find again
+_NONE = -1
+
+
+class Entries(NamedTuple):
+    """The buffer of one layer."""
+
+    format: Format  # vectors of 16 bits
+    first: int  # tokens of an entry
+    data: Tensor  # [entries, kv_heads, bytes]
+
+    @classmethod
+    def beside(
+        cls, format: Format, first: int, seqs: int, kv_heads: int, dtype: torch.dtype, device: torch.device
+    ) -> Entries:
+        """For pages of a format, and at most so many sequences that run."""
+        raw = Format(Codec(format.key.dim, 16, dtype=dtype), Codec(format.value.dim, 16, dtype=dtype))
+        size = entries_for(seqs), kv_heads, raw.layout(first).bytes
+        return cls(raw, first, torch.zeros(size, dtype=torch.uint8, device=device))
+
+
+class Beginnings:
+    """Which entry belongs to which block, for the layers of a group, and what each sequence of a step has there."""
+
+    def __init__(self, first: int, seqs: int, device: torch.device) -> None:
+        self.first, self.seqs, self.device = first, seqs, device
+        self.entries = entries_for(seqs)
+        self.step = 0
+
+        def numbers(count: int, dtype: torch.dtype = torch.int32, value: int = 0) -> Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        self.state = {
+            "block_of": numbers(self.entries, torch.int64, _NONE),  # of each entry
+            "tag": numbers(self.entries, torch.int64, _NONE),  # what the block had in it
+            "used": numbers(self.entries),  # the last step with a sequence that begins with it
+            "filled": numbers(self.entries),  # tokens that lie there
+            "order": numbers(self.entries),  # in which entries are given away
+            "pointer": numbers(1),
+            # of a step, for each sequence, at addresses that captured graphs keep:
+            "slots": numbers(seqs),  # its entry
+            "held": numbers(seqs),  # how many of its tokens count from there: all first ones, or none
+            "before": numbers(seqs),  # how many lay there before the step
+            "coded": numbers(seqs),  # on a CPU: how many must be decoded into it, because it was lost
+        }
+
+    def find(self, table: Tensor, lengths: Tensor, rows: Rows, pages: Pages) -> None:
+        """For the sequences of a step: their blocks [seqs, width], lengths with the new tokens, and rows.
+
+        pages: of the layer whose contents tell blocks apart."""
+        blocks = pages.data.shape[0]
+        if "entry_of" not in self.state or len(self.state["entry_of"]) != blocks:  # the engine's memory is new
+            self.state["entry_of"] = torch.full((blocks,), _NONE, dtype=torch.int32, device=self.device)
+            self.state["block_of"].fill_(_NONE)
+        self.step += 1
+        if self.device.type == "cuda":
+            from ..backends.triton.append import beginnings
+
+            beginnings.find(self.state, table, lengths, rows.starts, pages, self.step, self.first, self.seqs)
+        else:
+            _Finder(self, pages).find(table[:, 0].tolist(), lengths.tolist(), rows.starts.tolist())
+
+    def entries_of(self, entries: Entries, seqs: int) -> Pages:
+        """Those of a layer as pages, one for each sequence of a step."""
+        slots, held = self.state["slots"][:seqs].view(seqs, 1), self.state["held"][:seqs]
+        return Pages(entries.format, self.first, entries.data, slots, held, self.state["pointer"]).trust()
+
+    def store(self, k: Tensor, v: Tensor, key_scale: Tensor | None, rows: Rows, entries: Pages, pages: Pages) -> None:
+        """The first tokens among the new ones of a layer, into the entries of their sequences. pages: of the layer."""
+        if self.device.type == "cuda":
+            from ..backends.triton.append import beginnings
+
+            beginnings.store(k, v, key_scale, rows.starts, self.state["before"], entries)
+            return
+        starts, slots, (keys, values) = rows.starts.tolist(), entries.table[:, 0].tolist(), vectors(entries)
+        before, coded = (self.state[name].tolist() for name in ("before", "coded"))
+        for seq, (slot, count) in enumerate(zip(slots, entries.lengths.tolist(), strict=True)):
+            old = before[seq]
+            if coded[seq]:
+                found = pages.stored(seq, torch.arange(coded[seq]))
+                sides = (keys, pages.format.key, pages.key_offset), (values, pages.format.value, pages.value_offset)
+                for codes, (side, codec, offset) in zip(found, sides, strict=True):
+                    side[slot, :, : coded[seq]] = ops.decode(codes, codec, offset, dtype=side.dtype).transpose(0, 1)
+            if old < count:
+                new = slice(starts[seq], starts[seq] + count - old)
+                scaled = scaled_keys(k[new], key_scale)
+                keys[slot, :, old:count] = scaled.transpose(0, 1).to(keys.dtype)
+                values[slot, :, old:count] = v[new].transpose(0, 1).to(values.dtype)
+
+
+def entries_for(seqs: int) -> int:
+    return seqs + min(seqs, SPARE)
+
+
+def vectors(entries: Pages) -> tuple[Tensor, Tensor]:
+    """Keys and values [entries, kv_heads, first, dim] of a buffer."""
+    format, first = entries.format, entries.page_size
+    data = entries.data.view(format.key.dtype)
+    split = format.layout(first).value_codes // data.element_size()
+    keys, values = data[..., : first * format.key.dim], data[..., split : split + first * format.value.dim]
+    return keys.unflatten(2, (first, -1)), values.unflatten(2, (first, -1))
+
+
+class _Finder:
+    """`find_kernel` of the GPU, one sequence after the other."""
+
+    def __init__(self, beginnings: Beginnings, pages: Pages) -> None:
+        self.first, self.step, self.entries = beginnings.first, beginnings.step, beginnings.entries
+        self.state, self.pages = beginnings.state, pages
+
+    def find(self, blocks: list[int], lengths: list[int], starts: list[int]) -> None:
+        entry_of, block_of, tag, used, filled = (
+            self.state[name].numpy() for name in ("entry_of", "block_of", "tag", "used", "filled")
+        )
+        for entry in range(self.entries):
+            if block_of[entry] >= 0 and filled[entry] >= self.first and tag[entry] == _NONE:
+                tag[entry] = self.tag_of(int(block_of[entry]))
+        news = [b - a for a, b in itertools.pairwise(starts)]
+        real = [(i, block, lengths[i], lengths[i] - news[i]) for i, block in enumerate(blocks) if lengths[i] > 0]
+        for _, block, _, _ in real:
+            if entry_of[block] >= 0:
+                used[entry_of[block]] = self.step
+        for _, block, _, _ in real:
+            if entry_of[block] < 0:
+                entry = self.take(used)
+                if block_of[entry] >= 0:
+                    entry_of[block_of[entry]] = _NONE
+                entry_of[block], block_of[entry] = entry, block
+                used[entry], filled[entry], tag[entry] = self.step, 0, _NONE
+        for _, block, _, old in real:
+            if old == 0:
+                filled[entry_of[block]], tag[entry_of[block]] = 0, _NONE
+        for _, block, _, _ in real:
+            entry = entry_of[block]
+            if tag[entry] not in (_NONE, self.tag_of(block)):
+                filled[entry], tag[entry] = 0, _NONE
+        self.state["held"].zero_()
+        self.state["coded"].zero_()
+        self.state["before"].fill_(self.first)
+        for i, block, length, old in real:
+            entry, most = entry_of[block], min(length, self.first)
+            self.state["slots"][i], self.state["held"][i] = int(entry), most
+            if filled[entry] < min(old, self.first):  # it was lost: what lies there counts for this step only
+                self.state["coded"][i] = min(old, self.first)
+                self.state["before"][i] = min(old, most)
+            elif old < self.first:
+                self.state["before"][i] = old
+                filled[entry] = most
+
+    def take(self, used: object) -> int:
+        """The next entry in turn that no sequence of this step has."""
+        pointer = self.state["pointer"]
+        while True:
+            entry = int(pointer)
+            pointer.fill_((entry + 1) % self.entries)
+            if used[entry] != self.step:  # type: ignore[index]
+                return entry
+
+    def tag_of(self, block: int) -> int:
+        """What the first tokens of a block are, from the first 8 bytes of their keys."""
+        layout, row = self.pages.format.layout(self.pages.page_size), self.pages.format.key.row_bytes
+        begin = self.pages.data[block, 0, layout.key_codes : layout.key_codes + self.first * row]
+        return hash(begin.view(self.first, row)[:, :8].numpy().tobytes()) & 0x7FFFFFFFFFFFFFFF
