@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 import aurakv as kv
 from aurakv import backends
 from aurakv.attention import ops
-from aurakv.attention.step import Rows
+from aurakv.attention.step import Attention, Rows
 from aurakv.backends import reference
 from aurakv.bench import bandwidth
 from aurakv.bench.timing import GraphTimer
@@ -136,7 +136,7 @@ def check(q: Tensor, pages: Pages, queries: int, out: Tensor) -> float:
         count = rows.stop - rows.start
         ends = alone.lengths - (queries - count)
         where = Rows(torch.tensor([0, count], device="cuda", dtype=torch.int32))
-        truth = reference.attend(q[rows].double(), alone, where, ends, kv.Scoring(), None, None, "float32", None).out
+        truth = reference.attend(q[rows].double(), Attention(alone, where, kv.Scoring(), ends=ends)).out
         worst = max(worst, ((out[rows].double() - truth).norm() / truth.norm()).item())
     return worst
 

@@ -28,7 +28,7 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aurakv.attention.scoring import Scoring
-from aurakv.attention.step import Rows
+from aurakv.attention.step import Attention, Rows
 from aurakv.backends import reference
 from aurakv.backends.triton.decode import launch
 from aurakv.checks import rows_of
@@ -118,7 +118,7 @@ def error(q: torch.Tensor, pages: Pages, starts: Rows, scoring: Scoring) -> floa
     queries = q.shape[0] // pages.seqs
     one = dataclasses.replace(pages, table=pages.table[:1].contiguous(), lengths=pages.lengths[:1].contiguous())
     first = q[:queries].double()
-    exact = reference.attend(first, one, Rows(starts.starts[:2]), one.lengths, scoring, None, None, "fast", None).out
+    exact = reference.attend(first, Attention(one, Rows(starts.starts[:2]), scoring)).out
     return float((decode(q, pages, starts, scoring)[:queries].double() - exact).norm() / exact.norm())
 
 

@@ -16,6 +16,7 @@ from ..format.codec import Codec, Codes, both_sides
 from ..storage.pages import Pages, check_offset
 from .partial import Partial
 from .scoring import Scoring
+from .step import Attention
 
 _DEFAULT = Scoring()
 
@@ -180,7 +181,8 @@ def attend(
     if workspace is not None:
         needed = chosen.workspace_bytes(pages, q.shape[0], q.shape[1], splits)
         checks.workspace(workspace, needed, device)
-    return chosen.attend(q, pages, rows, last, scoring, sink_logits, splits, precision, workspace)
+    wanted = Attention(pages, rows, scoring, sink_logits, splits, precision, ends=last, workspace=workspace)
+    return chosen.attend(q, wanted)
 
 
 def attend_workspace(

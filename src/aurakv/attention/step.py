@@ -1,8 +1,8 @@
-"""Step: new tokens are appended and their queries attend, in one call of a backend."""
+"""Attention, what queries attend to and how, and Step, the same after their own tokens were appended."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -21,8 +21,8 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """What a step needs beside its queries, keys and values. `Backend.prepare_step` makes a function of these."""
+class Attention:
+    """What `Backend.attend` needs beside its queries."""
 
     pages: Pages
     rows: Rows
@@ -30,11 +30,30 @@ class Step:
     sink_logits: Tensor | None = None  # [heads]
     splits: int | None = None
     precision: str = "fast"
+    ends: Tensor | None = field(default=None, kw_only=True)  # [seqs] int32: where queries end, if not at the lengths
+    workspace: Tensor | None = field(default=None, kw_only=True)  # for split results, as `attend_workspace` says
+
+    @property
+    def query_ends(self) -> Tensor:
+        """[seqs] int32: the last query of sequence i is at query_ends[i] − 1."""
+        return self.pages.lengths if self.ends is None else self.ends
+
+
+@dataclass(frozen=True, eq=False)
+class Step(Attention):
+    """What a step needs beside its queries, keys and values. `Backend.prepare_step` makes a function of these."""
+
     key_scale: Tensor | None = None  # [kv_heads, dim]: keys are multiplied, queries divided by it
     uncompressed: Pages | None = None  # tokens that are stored a second time, at 16 bits
     uncompressed_too: bool = False  # whether the new tokens are appended there, too
     counted: bool = False  # whether the lengths count the new tokens already, as an engine's do; else they advance
-    ends: Tensor | None = None  # [seqs] int32: where queries end, if not at the lengths
+
+    def over_uncompressed(self) -> Attention | None:
+        """Attention over the tokens that are stored a second time, beside that over the codes: sinks count once."""
+        if self.uncompressed is None:
+            return None
+        scoring = scoring_uncompressed(self.scoring)
+        return Attention(self.uncompressed, self.rows, scoring, None, self.splits, self.precision, ends=self.query_ends)
 
 
 class Run(Protocol):
@@ -47,7 +66,7 @@ class Run(Protocol):
 
 def in_two_calls(backend: Any, step: Step) -> Run:
     """A step of a backend that appends and attends one after the other."""
-    pages, rows, scoring, factors = step.pages, step.rows, step.scoring, step.key_scale
+    pages, rows, factors, beside = step.pages, step.rows, step.key_scale, step.over_uncompressed()
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
         x = scaled_queries(q, factors)
@@ -57,12 +76,9 @@ def in_two_calls(backend: Any, step: Step) -> Run:
             backend.append(pages, scaled_keys(k, factors), v, rows)
             if step.uncompressed is not None and step.uncompressed_too:
                 backend.append(step.uncompressed, scaled_keys(k, factors), v, rows)
-        ends = pages.lengths if step.ends is None else step.ends
-        options = step.splits, step.precision, None
-        part = backend.attend(x, pages, rows, ends, scoring, step.sink_logits, *options)
-        if step.uncompressed is not None:  # sinks count once
-            raw = scoring_uncompressed(scoring)
-            part = join(part, backend.attend(x, step.uncompressed, rows, ends, raw, None, *options))
+        part = backend.attend(x, step)
+        if beside is not None:
+            part = join(part, backend.attend(x, beside))
         return written(in_dtype(part, q.dtype), out)
 
     return run

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..arguments import instance
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
-from ..attention.step import Rows, Run, Step
+from ..attention.step import Attention, Rows, Run, Step
 from ..errors import BackendError, InputError, short
 from ..format.codec import Codec, Codes, Format
 from ..storage.pages import Pages
@@ -37,18 +37,7 @@ class Backend(Protocol):
     ) -> Tensor: ...
     def append(self, pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None: ...
     def append_codes(self, pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None: ...
-    def attend(
-        self,
-        q: Tensor,
-        pages: Pages,
-        rows: Rows,
-        ends: Tensor,
-        scoring: Scoring,
-        sink_logits: Tensor | None,
-        splits: int | None,
-        precision: str,
-        workspace: Tensor | None,
-    ) -> Partial: ...
+    def attend(self, q: Tensor, attention: Attention) -> Partial: ...
     def attend_dense(
         self,
         q: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..attention.partial import Partial, merge, sink
 from ..attention.scoring import Scoring
-from ..attention.step import Rows, Run, Step, in_two_calls
+from ..attention.step import Attention, Rows, Run, Step, in_two_calls
 from ..format.codec import Codec, Codes, Format
 from ..format.packing import pack, unpack
 from ..storage.pages import Pages
@@ -125,18 +125,9 @@ def append_codes(pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:
         pages.lengths[seq] = new
 
 
-def attend(
-    q: Tensor,
-    pages: Pages,
-    rows: Rows,
-    ends: Tensor,
-    scoring: Scoring,
-    sink_logits: Tensor | None,
-    splits: int | None,
-    precision: str,
-    workspace: Tensor | None,
-) -> Partial:
-    """q [tokens, heads, key dim]; the last query of sequence i is at ends[i] − 1."""
+def attend(q: Tensor, attention: Attention) -> Partial:
+    """q [tokens, heads, key dim]; every precision is float32 here, or that of a float64 query."""
+    pages, scoring = attention.pages, attention.scoring
     work, format = _compute_dtype(q), pages.format
 
     def load(seq: int, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,8 +137,9 @@ def attend(
 
     rotated = _group(format.key.rotate(q.to(work)), pages.kv_heads)
     held = [range(0, length) for length in pages.lengths.tolist()]
-    part = _attend(rotated, format.value.dim, rows, ends, scoring, splits, held, load)
-    return _finish(Partial(format.value.unrotate(part.out), part.lse), sink_logits, q)
+    where = attention.rows, attention.query_ends
+    part = _attend(rotated, format.value.dim, *where, scoring, attention.splits, held, load)
+    return _finish(Partial(format.value.unrotate(part.out), part.lse), attention.sink_logits, q)
 
 
 def attend_dense(

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import backends, checks
 from ..attention.partial import Partial, merge
 from ..attention.scoring import Scoring, scoring_uncompressed
-from ..attention.step import Step
+from ..attention.step import Attention
 from ..storage.page_table import PageTable
 from ..storage.pages import Pages
 from ..storage.steps import Call
@@ -55,19 +55,26 @@ def attend_share(cache: ShardedCache, q: Tensor, bounds: list[int], call: Call) 
                 ends = [piece.end for piece in pieces]
             last = None if whole and ends == table.lengths else checks.ends(ends, pages.lengths)
             where = checks.on_device(starts, q.device)
-            step = Step(pages, where, wanted, splits=call.splits, precision=call.precision, ends=last)
-            some = q if rows is None else q[rows]
+            attention = Attention(pages, where, wanted, splits=call.splits, precision=call.precision, ends=last)
             backend = backends.select(cache.local.backend, pages.format, q.device, q.dtype)
-            part = backend.prepare_step(step, some, None, None)(some, None, None)
-            total.add(rows, part)
+            total.add(rows, backend.attend(q if rows is None else q[rows], attention))
     return total.partial()
+
+
+def sees_all_before(scoring: Scoring) -> bool:
+    """Whether a token sees every one before it, compressed."""
+    return scoring == _without_mask(scoring)
+
+
+def _without_mask(scoring: Scoring) -> Scoring:
+    return Scoring(scoring.scale, softcap=scoring.softcap, threshold=scoring.threshold)
 
 
 def _calls(
     cache: ShardedCache, table: PageTable, bounds: list[int], scoring: Scoring
 ) -> Iterator[tuple[Scoring, list[Piece]]]:
     """What to attend to, grouped so that a query occurs once in a call."""
-    plain = Scoring(scoring.scale, softcap=scoring.softcap, threshold=scoring.threshold)
+    plain = _without_mask(scoring)
     calls: defaultdict[tuple[Scoring, int], list[Piece]] = defaultdict(list)
     used: Counter[tuple[Scoring, int]] = Counter()
     for seq, (a, b) in enumerate(itertools.pairwise(bounds)):

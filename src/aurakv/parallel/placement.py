@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from ..attention.scoring import Scoring
@@ -51,6 +52,18 @@ class Share(NamedTuple):
         """What a rank keeps uncompressed, for `chunk` queries at once; always in a ring, whose pages blocks fit."""
         recent = self.most(whole.recent) + self.most(chunk) + 1 if whole.recent else min(whole.first, 1)
         return Uncompressed(self.most(whole.first), recent, whole.dtype, self.most(whole.rollback))
+
+
+def own_rows(shares: list[Share], lengths: list[int], bounds: list[int]) -> tuple[list[int], list[int]]:
+    """Which of the new rows belong to these shares of sequences of these lengths, and where each sequence begins among
+    them."""
+    rows: list[int] = []
+    starts = [0]
+    for share, length, (a, b) in zip(shares, lengths, itertools.pairwise(bounds), strict=True):
+        for piece in share.pieces(length, length + b - a):
+            rows += range(piece.start - length + a, piece.stop - length + a)
+        starts.append(len(rows))
+    return rows, starts
 
 
 class Seen(NamedTuple):

@@ -23,10 +23,10 @@ from ..storage.pool import PagePool
 from ..storage.steps import Call, check_queries, check_step, in_pieces, own_scoring
 from ..storage.uncompressed import Uncompressed
 from .agreement import Found, together
-from .attention import attend_share
+from .attention import attend_share, sees_all_before
 from .collective import merged
 from .group import Group
-from .placement import Share
+from .placement import Share, own_rows
 
 
 class Whole(NamedTuple):
@@ -369,25 +369,31 @@ class ShardedCache:
         return [Share(self.whole.block, ranks, (rank - home) % ranks) for home in self._homes]
 
     def _append(self, k: Tensor, v: Tensor, bounds: list[int]) -> None:
-        rows: list[int] = []
-        mine = [0]
-        for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
-            length = self._lengths[seq]
-            for piece in self._shares[seq].pieces(length, length + b - a):
-                rows += range(piece.start - length + a, piece.stop - length + a)
-            mine.append(len(rows))
+        rows, mine = own_rows(self._shares, self._lengths, bounds)
         if len(rows) == k.shape[0]:
             self.local.append(k, v, mine)
         elif rows:
             at = torch.tensor(rows, device=k.device)
             self.local.append(k[at], v[at], mine)
+        self._advance(bounds)
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call) -> Partial:
+        if self._is_local(bounds, call.scoring):  # sinks are added once, to the result of all ranks
+            part = self.local.step(q, k, v, None, call.scoring, splits=call.splits, precision=call.precision)
+            self._advance(bounds)
+            return part
+        self._append(k, v, bounds)
+        return attend_share(self, q, bounds, call)
+
+    def _is_local(self, bounds: list[int], scoring: Scoring) -> bool:
+        """Whether a step is one of the local cache: one token for each sequence, which comes here and sees all."""
+        one_each = bounds == list(range(self.seqs + 1))
+        return one_each and sees_all_before(scoring) and own_rows(self._shares, self._lengths, bounds)[1] == bounds
+
+    def _advance(self, bounds: list[int]) -> None:
         for seq, (a, b) in enumerate(itertools.pairwise(bounds)):
             self._lengths[seq] += b - a
             self._highest[seq] = max(self._highest[seq], self._lengths[seq])
-
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call) -> Partial:
-        self._append(k, v, bounds)
-        return attend_share(self, q, bounds, call)
 
     def _finish(self, part: Partial, sink_logits: Tensor | None) -> Partial:
         part = merged(part, self._group)

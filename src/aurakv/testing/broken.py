@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
-from ..attention.step import Rows, Run, Step, in_two_calls
+from ..attention.step import Attention, Rows, Run, Step, in_two_calls
 from ..backends import reference
 from ..format.codec import Codes
 from ..storage.pages import Pages
@@ -36,12 +36,12 @@ class FlippedMask(_Broken):
 
     name = "broken-flipped-mask"
 
-    def attend(self, *args: Any) -> Partial:
+    def attend(self, q: Tensor, attention: Attention) -> Partial:
         def visible(scoring: Scoring, query: Tensor, key: Tensor) -> Tensor:
             return key >= query
 
         with mock.patch.object(Scoring, "visible", visible):
-            return reference.attend(*args)
+            return reference.attend(q, attention)
 
 
 class OffByOneSlot(_Broken):
@@ -49,7 +49,7 @@ class OffByOneSlot(_Broken):
 
     name = "broken-off-by-one-slot"
 
-    def attend(self, *args: Any) -> Partial:
+    def attend(self, q: Tensor, attention: Attention) -> Partial:
         right = Pages.slots
 
         def slots(pages: Pages, seq: int, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ class OffByOneSlot(_Broken):
             return page, (row + 1) % pages.page_size
 
         with mock.patch.object(Pages, "slots", slots):
-            return reference.attend(*args)
+            return reference.attend(q, attention)
 
 
 class UnmergedSplit(_Broken):
@@ -65,10 +65,9 @@ class UnmergedSplit(_Broken):
 
     name = "broken-unmerged-split"
 
-    def attend(self, q: Tensor, pages: Pages, rows: Rows, ends: Tensor, scoring: Scoring, *rest: Any) -> Partial:
-        sink_logits, _splits, *others = rest
+    def attend(self, q: Tensor, attention: Attention) -> Partial:
         with mock.patch.object(reference, "merge", lambda *parts: parts[-1]):
-            return reference.attend(q, pages, rows, ends, scoring, sink_logits, 2, *others)
+            return reference.attend(q, dataclasses.replace(attention, splits=2))
 
 
 class StaleScale(_Broken):
@@ -92,8 +91,9 @@ class IgnoredSoftCap(_Broken):
 
     name = "broken-ignored-soft-cap"
 
-    def attend(self, q: Tensor, pages: Pages, rows: Rows, ends: Tensor, scoring: Scoring, *rest: Any) -> Partial:
-        return reference.attend(q, pages, rows, ends, dataclasses.replace(scoring, softcap=None), *rest)
+    def attend(self, q: Tensor, attention: Attention) -> Partial:
+        scoring = dataclasses.replace(attention.scoring, softcap=None)
+        return reference.attend(q, dataclasses.replace(attention, scoring=scoring))
 
 
 class WrongHeadStride(_Broken):
@@ -101,7 +101,7 @@ class WrongHeadStride(_Broken):
 
     name = "broken-wrong-head-stride"
 
-    def attend(self, *args: Any) -> Partial:
+    def attend(self, q: Tensor, attention: Attention) -> Partial:
         right = Pages.key_parts
 
         def key_parts(pages: Pages) -> Codes:
@@ -112,7 +112,7 @@ class WrongHeadStride(_Broken):
             return Codes(flat[:, rows % flat.shape[1]], codes.scale)
 
         with mock.patch.object(Pages, "key_parts", key_parts):
-            return reference.attend(*args)
+            return reference.attend(q, attention)
 
 
 BROKEN = (FlippedMask(), OffByOneSlot(), UnmergedSplit(), StaleScale(), IgnoredSoftCap(), WrongHeadStride())

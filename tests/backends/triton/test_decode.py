@@ -12,6 +12,7 @@ import torch
 
 from aurakv.attention.partial import Partial, merge
 from aurakv.attention.scoring import Scoring
+from aurakv.attention.step import Attention
 from aurakv.backends import reference
 from aurakv.checks import rows_of
 from aurakv.format.codec import Codec, Format
@@ -79,7 +80,7 @@ def run(
     reason = launch.why_not_call(q, pages, scoring, "fast")
     assert reason is None, reason
     fast = launch.attend(q, pages, starts, ends, scoring, sinks, splits, None)
-    uncompressed = reference.attend(q.double(), pages, starts, ends, scoring, sinks, None, "fast", None)
+    uncompressed = reference.attend(q.double(), Attention(pages, starts, scoring, sinks, ends=ends))
     return fast, uncompressed
 
 
@@ -373,19 +374,10 @@ def test_exact_first_tokens_and_balance(group: int, dim: int) -> None:
     got, again = prepared(q, None), prepared(q.clone(), None)
     assert torch.equal(got.out, again.out)
     x = (q.double().unflatten(1, (2, -1)) / key_scale[:, None]).flatten(1, 2)
+    rest = dataclasses.replace(scoring, only_uncompressed=True)
     parts = [
-        reference.attend(x, pages, starts, pages.lengths, scoring, sinks, None, "float32", None),
-        reference.attend(
-            x,
-            uncompressed,
-            starts,
-            pages.lengths,
-            dataclasses.replace(scoring, only_uncompressed=True),
-            None,
-            None,
-            "float32",
-            None,
-        ),
+        reference.attend(x, Attention(pages, starts, scoring, sinks)),
+        reference.attend(x, Attention(uncompressed, starts, rest, ends=pages.lengths)),
     ]
     close(got, merge(*parts))
 
@@ -494,5 +486,5 @@ def test_graph_replay_while_lengths_grow() -> None:
     for length in range(1, 900, 37):
         pages.lengths.copy_(torch.minimum(full, torch.full_like(full, length)))
         graph.replay()
-        uncompressed = reference.attend(q.double(), pages, starts, pages.lengths, Scoring(), None, None, "fast", None)
+        uncompressed = reference.attend(q.double(), Attention(pages, starts, Scoring()))
         close(part, uncompressed)

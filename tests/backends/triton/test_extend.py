@@ -7,7 +7,7 @@ import aurakv as kv
 from aurakv import backends
 from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
-from aurakv.attention.step import Rows
+from aurakv.attention.step import Attention, Rows
 from aurakv.backends import reference
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
@@ -63,7 +63,7 @@ def check(name="k4v4", dim=128, lengths=(1000, 333), queries=(200, 100), page=12
     again = kv.attend(q, pages, starts, scoring, sink_logits=logits, splits=splits, backend="triton")
     assert torch.equal(part.out.nan_to_num(7.0), again.out.nan_to_num(7.0))
     deep = None if logits is None else logits.double()
-    truth = reference.attend(q.double(), pages, Rows(starts), pages.lengths, scoring, deep, None, "float32", None)
+    truth = reference.attend(q.double(), Attention(pages, Rows(starts), scoring, deep))
     assert torch.equal(part.out.isnan(), truth.out.isnan())
     assert torch.equal(part.lse.isinf(), truth.lse.isinf())
     good = ~truth.out.isnan().any(-1) & ~truth.lse.isinf()
@@ -137,7 +137,7 @@ def test_ring():
     q = torch.randn(300, 8, 128, device="cuda")
     assert extend.why_not_call(q, pages, scoring, "fast") is None
     part = kv.attend(q, pages, starts, scoring, backend="triton")
-    truth = reference.attend(q.double(), pages, Rows(starts), pages.lengths, scoring, None, None, "float32", None)
+    truth = reference.attend(q.double(), Attention(pages, Rows(starts), scoring))
     assert ((part.out.double() - truth.out).norm(dim=-1) / truth.out.norm(dim=-1)).max().item() < 0.002
 
 
@@ -186,7 +186,7 @@ def test_graph_of_chunks():
             x.normal_()
         graph.replay()
         assert pages.lengths.tolist() == [40 * (number + 1)] * 2
-        truth = reference.attend(q.double(), pages, Rows(starts), pages.lengths, Scoring(), None, None, "float32", None)
+        truth = reference.attend(q.double(), Attention(pages, Rows(starts), Scoring()))
         assert ((part.out.double() - truth.out).norm() / truth.out.norm()).item() < 0.004
 
 

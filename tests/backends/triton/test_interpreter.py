@@ -13,7 +13,7 @@ import torch
 import aurakv as kv
 from aurakv import backends
 from aurakv.attention import ops
-from aurakv.attention.step import Rows
+from aurakv.attention.step import Attention, Rows
 from aurakv.backends import reference
 from aurakv.backends.triton import backend as triton_backend
 from aurakv.errors import BackendError
@@ -286,8 +286,8 @@ def test_graph_of_decode_steps(name, page_size):
             x.normal_()
         graph.replay()
         assert pages.lengths.tolist() == [start + number + 1] * seqs
-        options = (one_each, pages.lengths, kv.Scoring(), None, None, "float32", None)
-        assert error_of(part, reference.attend(q.double(), pages, *options)) < 0.004
+        everything = Attention(pages, one_each, kv.Scoring())
+        assert error_of(part, reference.attend(q.double(), everything)) < 0.004
     assert int(pages.overflow) == 0
 
 
@@ -418,13 +418,13 @@ def test_adversarial_error(format):
     q = torch.randn(2, 8, 128, device="cuda")
     q[..., 5] *= 50
     one_each = Rows(torch.arange(3, device="cuda", dtype=torch.int32))
-    options = (one_each, pages.lengths, kv.Scoring(), None, None, "float32", None)
-    truth = reference.attend(q.double(), pages, *options)
+    everything = Attention(pages, one_each, kv.Scoring())
+    truth = reference.attend(q.double(), everything)
 
     def error(part):
         return ((part.out.double() - truth.out).norm(dim=-1) / truth.out.norm(dim=-1)).max().item()
 
-    usual = error(reference.attend(q, pages, *options))  # float32
+    usual = error(reference.attend(q, everything))  # float32
     for precision, limit in (("fast", 0.005), ("float32", 2 * usual + 1e-6)):
         found = error(kv.attend(q, pages, precision=precision, backend="triton"))
         print(format, precision, f"{found:.1e}, float32 torch {usual:.1e}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring
-from ...attention.step import Rows, Run, Step, written
+from ...attention.step import Attention, Rows, Run, Step, written
 from ...errors import InputError
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
@@ -171,27 +171,17 @@ class Native:
         keys, values, starts = abi.side_by_side(keys), abi.side_by_side(values), rows.starts.contiguous()
         self._call("aura_append", abi.pack_append_codes(pages, keys, values, starts))
 
-    def attend(
-        self,
-        q: Tensor,
-        pages: Pages,
-        rows: Rows,
-        ends: Tensor,
-        scoring: Scoring,
-        sink_logits: Tensor | None,
-        splits: int | None,
-        precision: str,
-        workspace: Tensor | None,
-    ) -> Partial:
+    def attend(self, q: Tensor, attention: Attention) -> Partial:
+        pages, scoring, workspace = attention.pages, attention.scoring, attention.workspace
         if workspace is not None and workspace.data_ptr() % 4:
             raise InputError("workspace must be aligned to 4 bytes")
-        x, where = abi.plain(q), (rows.starts.contiguous(), ends.contiguous())
-        kind = (x.shape, x.stride(), q.dtype, scoring, splits, precision, abi.pointer(workspace))
+        x, starts, ends = abi.plain(q), attention.rows.starts.contiguous(), attention.query_ends.contiguous()
+        kind = (x.shape, x.stride(), q.dtype, scoring, attention.splits, attention.precision, abi.pointer(workspace))
         known = pages.memo.get("native attend")
-        if known is None or known[0] is not where[0] or known[1] is not where[1] or known[2] != kind:
-            known = (*where, kind, self._describe(pages, None, q, x, where, scoring, kind[4:]))
+        if known is None or known[0] is not starts or known[1] is not ends or known[2] != kind:
+            known = (starts, ends, kind, self._describe(attention, q, x, starts, ends))
             pages.memo["native attend"] = known
-        return self._run(None, known[3], pages.format.value.dim, q, x, None, None, sink_logits)
+        return self._run(None, known[3], pages.format.value.dim, q, x, None, None, attention.sink_logits)
 
     def attend_dense(
         self,
@@ -235,16 +225,15 @@ class Native:
             also = step.uncompressed if step.uncompressed_too else None
             append = abi.pack_append(pages, also, new_k, new_v, starts, factors)
             as_they_are = as_they_are and new_k is k and new_v is v
-        rows = (starts, pages.lengths if step.ends is None else step.ends.contiguous())
-        options = (step.splits, step.precision, 0)
-        attend = self._describe(pages, step.uncompressed, q, x, rows, step.scoring, options, factors)
-        held = (pages, step.uncompressed, rows, factors)  # their addresses are packed
+        ends = step.query_ends.contiguous()
+        attend = self._describe(step, q, x, starts, ends, step.uncompressed, factors)
+        held = (step, starts, ends, factors)  # their addresses are packed
         dim, sink_logits = pages.format.value.dim, step.sink_logits
         new = starts.diff() if step.counted and append is not None else None
 
         def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
             if new is not None:
-                held[0].lengths.sub_(new)
+                held[0].pages.lengths.sub_(new)
             if as_they_are:
                 return self._run(append, attend, dim, q, q, k, v, sink_logits, out)
             k, v = (None if y is None else abi.plain(y) for y in (k, v))
@@ -254,22 +243,20 @@ class Native:
 
     def _describe(
         self,
-        pages: Pages,
-        uncompressed: Pages | None,
+        attention: Attention,
         q: Tensor,
         x: Tensor,
-        rows: tuple[Tensor, Tensor],
-        scoring: Scoring,
-        options: tuple[int | None, str, int],
+        starts: Tensor,
+        ends: Tensor,
+        uncompressed: Pages | None = None,
         key_scale: Tensor | None = None,
     ) -> bytes:
         """What a call of `attend` needs but for the addresses that change from call to call."""
-        splits, precision, workspace = options
+        pages, scoring = attention.pages, attention.scoring
         source = (abi.pages_address(pages), 0, 0 if uncompressed is None else abi.pages_address(uncompressed))
-        float32 = precision == "float32" or q.dtype == torch.float64
-        return abi.pack_attend(
-            source, x, pages.format.key.dim, rows, scoring, (splits or 0, float32, workspace), key_scale
-        )
+        float32 = attention.precision == "float32" or q.dtype == torch.float64
+        options = (attention.splits or 0, float32, abi.pointer(attention.workspace))
+        return abi.pack_attend(source, x, pages.format.key.dim, (starts, ends), scoring, options, key_scale)
 
     def _run(
         self,

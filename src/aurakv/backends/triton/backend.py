@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring
-from ...attention.step import Rows, Run, Step, written
+from ...attention.step import Attention, Rows, Run, Step, written
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
 
@@ -120,23 +120,13 @@ def append_codes(pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:
 
 
 @_where_it_lies
-def attend(
-    q: Tensor,
-    pages: Pages,
-    rows: Rows,
-    ends: Tensor,
-    scoring: Scoring,
-    sink_logits: Tensor | None,
-    splits: int | None,
-    precision: str,
-    workspace: Tensor | None,
-) -> Partial:
+def attend(q: Tensor, attention: Attention) -> Partial:
     from . import dispatch
 
     if q.dtype == torch.float64:
-        part = dispatch.attend(q.float(), pages, rows, ends, scoring, sink_logits, splits, "float32", workspace)
+        part = dispatch.attend(q.float(), dataclasses.replace(attention, precision="float32"))
         return Partial(part.out.double(), part.lse.double())
-    return dispatch.attend(q, pages, rows, ends, scoring, sink_logits, splits, precision, workspace)
+    return dispatch.attend(q, attention)
 
 
 @_where_it_lies

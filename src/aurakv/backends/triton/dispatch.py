@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...attention.partial import Partial
-from ...attention.scoring import Scoring
-from ...attention.step import Rows
+from ...attention.step import Attention
 from ...storage.pages import Pages
 from .common.codes import INTERPRETED
 from .common.target import why_no_gluon
@@ -28,27 +27,19 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
     return max(sizes)
 
 
-def attend(
-    q: Tensor,
-    pages: Pages,
-    rows: Rows,
-    ends: Tensor,
-    scoring: Scoring,
-    sink_logits: Tensor | None,
-    splits: int | None,
-    precision: str,
-    workspace: Tensor | None,
-) -> Partial:
+def attend(q: Tensor, attention: Attention) -> Partial:
     part: Partial
+    pages, scoring, precision, workspace = attention.pages, attention.scoring, attention.precision, attention.workspace
+    given = (pages, attention.rows, attention.query_ends, scoring, attention.sink_logits, attention.splits)
     decode = decode_path()
     if decode is not None and decode.why_not_call(q, pages, scoring, precision) is None:
-        part = decode.attend(q, pages, rows, ends, scoring, sink_logits, splits, workspace)
+        part = decode.attend(q, *given, workspace)
         return part
     extend = extend_path()
     if extend is not None and extend.why_not_call(q, pages, scoring, precision) is None:
-        part = extend.attend(q, pages, rows, ends, scoring, sink_logits, splits, workspace)
+        part = extend.attend(q, *given, workspace)
         return part
-    return portable.attend(q, pages, rows, ends, scoring, sink_logits, splits, precision, workspace)
+    return portable.attend(q, *given, precision, workspace)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ...attention.partial import Partial, in_dtype, join
-from ...attention.scoring import scoring_uncompressed
 from ...attention.step import Run, Step, written
 from ...calibration.key_scale import scaled_queries
 from . import dispatch
@@ -17,7 +16,7 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
     """Of tensors that are not float64. A decode of single rows takes three launches: append, attend and merge."""
     pages, rows, scoring, uncompressed = step.pages, step.rows, step.scoring, step.uncompressed
     factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
-    ends = pages.lengths if step.ends is None else step.ends
+    beside = step.over_uncompressed()
     appends = []
     if k is not None and v is not None and k.shape[0]:
         appends.append(prepare_append(pages, k, v, rows, factors, step.counted))
@@ -30,7 +29,8 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
         and (uncompressed is None or (rows.single and decode.serves_uncompressed(q, pages, uncompressed, scoring)))
     )
     if alone:
-        attend = decode.prepare(q, pages, rows, ends, scoring, step.sink_logits, step.splits, uncompressed, factors)
+        options = (step.query_ends, scoring, step.sink_logits, step.splits)
+        attend = decode.prepare(q, pages, rows, *options, uncompressed, factors)
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
         if k is not None and v is not None:
@@ -40,11 +40,10 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
             fits = out is not None and out.is_contiguous() and out.dtype == q.dtype
             part: Partial = attend(q, None, out if fits else None)
             return part if fits else written(part, out)
-        x, options = scaled_queries(q, factors), (step.splits, step.precision, None)
-        part = dispatch.attend(x, pages, rows, ends, scoring, step.sink_logits, *options)
-        if uncompressed is not None:  # sinks count once
-            raw = scoring_uncompressed(scoring)
-            part = join(part, dispatch.attend(x, uncompressed, rows, ends, raw, None, *options))
+        x = scaled_queries(q, factors)
+        part = dispatch.attend(x, step)
+        if beside is not None:
+            part = join(part, dispatch.attend(x, beside))
         return written(in_dtype(part, q.dtype), out)
 
     return run
