@@ -61,9 +61,21 @@ inline void find_bad_scores(Work& w, int64_t r, const int64_t* begin, const int6
       if (!isfinite(s[j])) w.bad_score[r] = true, s[j] = -INFINITY;
 }
 
-// s[r] becomes weights times value scales. `bad` lists tokens with damaged values (their scales are 0 here).
-// Returns whether no weight of this row can matter (threshold).
-inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_count) {
+// Tokens of a tile whose values are damaged. Their scales become 0; so do those behind the last token.
+struct Damaged {
+  int at[TILE], count = 0;
+  explicit Damaged(Tile& t) {
+    const int full = int(round_up(t.n, 16));
+    for (int i = t.n; i < full; i++) t.ks[i] = t.vs[i] = 0;
+    vf check = {};
+    for (int i = 0; i < full; i += VL) check += load<vf>(t.vs + i) * 0.f;
+    if (!all_finite(check))
+      for (int i = 0; i < t.n; i++) if (!isfinite(t.vs[i])) at[count++] = i, t.vs[i] = 0;
+  }
+};
+
+// The scores of a row as its softmax takes them: capped, and −inf where it sees nothing. Notes damage, and returns the largest.
+inline float visible_scores(Work& w, int64_t r, const Tile& t, const Damaged& bad) {
   float* s = w.s + r * TILE;
   const int n = t.n, full = int(round_up(n, VL));
   int64_t begin[4], end[4];
@@ -77,8 +89,8 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
   }
   const bool plain = all_finite(check) && spans == 1 && begin[0] == 0 && end[0] == full && !(w.a.softcap > 0);
   if (!all_finite(check)) find_bad_scores(w, r, begin, end, spans);
-  for (int b = 0; b < bad_count; b++)
-    for (int64_t i = 0; i < spans; i++) w.bad_value[r] |= begin[i] <= bad[b] && bad[b] < end[i];
+  for (int b = 0; b < bad.count; b++)
+    for (int64_t i = 0; i < spans; i++) w.bad_value[r] |= begin[i] <= bad.at[b] && bad.at[b] < end[i];
   if (w.a.softcap > 0) {
     const float cap = float(w.a.softcap);
     for (int i = 0; i < full; i += VL) {
@@ -97,98 +109,107 @@ inline bool soften(Work& w, int64_t r, const Tile& t, const int* bad, int bad_co
     top = splat(-INFINITY);
     for (int i = 0; i < full; i += VL) top = vmax(load<vf>(s + i), top);
   }
-  const float base = w.base[r], tile_most = largest(top) + base, most = tile_most > w.most[r] ? tile_most : w.most[r];
+  return largest(top) + w.base[r];
+}
+
+// The row's largest score becomes `most`, and its sums count from there.
+INLINE void raise_most(Work& w, int64_t r, float most) {
+  w.correction[r] = most == w.most[r] ? 1 : exp2_neg(splat(w.most[r] - most))[0];
+  w.most[r] = most;
+}
+
+// s[r] becomes weights times value scales.
+inline void soften(Work& w, int64_t r, const Tile& t, const Damaged& bad) {
+  float* s = w.s + r * TILE;
+  const int full = int(round_up(t.n, VL));
+  const float tile_most = visible_scores(w, r, t, bad), most = tile_most > w.most[r] ? tile_most : w.most[r];
   if (most == -INFINITY) {
-    w.correction[r] = 1, w.added[r] = w.w_most[r] = w.w_sum[r] = 0;
+    w.correction[r] = 1, w.w_most[r] = w.w_sum[r] = 0;
     memset(s, 0, 4 * full);
-    return true;
+    return;
   }
-  const float correction = most == w.most[r] ? 1 : exp2_neg(splat(w.most[r] - most))[0];
-  w.correction[r] = correction, w.most[r] = most;
+  raise_most(w, r, most);
   vf added = {}, w_most = {}, w_sum = {};
   for (int i = 0; i < full; i += VL) {
-    const vf e = exp2_neg(load<vf>(s + i) + (base - most)), x = e * load<vf>(t.vs + i), a = vabs(x);
+    const vf e = exp2_neg(load<vf>(s + i) + (w.base[r] - most)), x = e * load<vf>(t.vs + i), a = vabs(x);
     added += e, w_sum += a, w_most = vmax(w_most, a);
     store(s + i, x);
   }
-  w.sums[r] = w.sums[r] * correction + added;
+  w.sums[r] = w.sums[r] * w.correction[r] + added;
   w.w_most[r] = largest(w_most), w.w_sum[r] = sum(w_sum);
-  w.kept[r] *= correction;
-  if (!(w.a.threshold > 0)) return false;
-  w.added[r] = sum(added);
-  return exp2_neg(splat(tile_most - most))[0] < float(w.a.threshold) * sum(w.sums[r]);
 }
 
 inline void attend_tile(Work& w, Tile& t, const KeyKernel& keys, const ValueKernel& values) {
   if (values.load) values.load(w, t);
-  const int full = int(round_up(t.n, 16));
-  for (int i = t.n; i < full; i++) t.ks[i] = t.vs[i] = 0;
-  int bad[TILE], bad_count = 0;
-  vf check = {};
-  for (int i = 0; i < full; i += VL) check += load<vf>(t.vs + i) * 0.f;
-  if (!all_finite(check))
-    for (int i = 0; i < t.n; i++) if (!isfinite(t.vs[i])) bad[bad_count++] = i, t.vs[i] = 0;
+  const Damaged bad(t);
   score(w, t, keys);
-  const bool plain = values.soften && t.n == TILE && !bad_count && w.plain_from <= t.pos && t.pos + TILE <= w.plain_to;
+  const bool plain = values.soften && t.n == TILE && !bad.count && w.plain_from <= t.pos && t.pos + TILE <= w.plain_to;
   w.weights_fixed = plain && values.soften(w, t);
-  if (w.weights_fixed) return values.accumulate(w, t);
-  bool minor = true;
-  for (int64_t r = 0; r < w.rows; r++) minor &= soften(w, r, t, bad, bad_count);
-  if (minor) {
-    for (int64_t r = 0; r < w.rows; r++) if (w.correction[r] != 1)
-      for (int64_t d = 0; d < w.v_pad; d++) w.acc[r * w.v_pad + d] *= w.correction[r];
-    return;
-  }
-  if (w.a.threshold > 0) for (int64_t r = 0; r < w.rows; r++) w.kept[r] += w.added[r];
+  if (!w.weights_fixed) for (int64_t r = 0; r < w.rows; r++) soften(w, r, t, bad);
   values.accumulate(w, t);
 }
 
-INLINE int64_t part_floats(const Work& w) { return w.dv + 4; }  // [value | most, sum, kept, damage]
+// A unit of work with its memory and the kernels of both sides.
+struct Piece {
+  Work w;
+  const KeyKernel* keys;
+  const ValueKernel* values;
+
+  Piece(const Attend& a, const Group& g) : w(a, g) {
+    static thread_local Scratch scratch;
+    Arena dry{nullptr};
+    w.carve(dry);
+    Arena arena{scratch.need(dry.used)};
+    w.carve(arena);
+    keys = w.key.bits == 16 || a.float32 ? nullptr : int16_key(w.key);
+    values = w.value.bits == 16 || a.float32 ? nullptr : int16_value(w.value);
+    if (!keys) keys = w.double_scores() ? &double_keys : &float_keys;
+    if (!values) values = &float_values;
+    memset(w.acc, 0, 4 * w.rows * w.v_pad);
+    for (int64_t r = 0; r < round_up(w.rows, 4); r++) w.most[r] = -INFINITY;  // some kernels take 4 rows at once
+    for (int64_t r = 0; r < w.rows; r++) w.sums[r] = (vf){}, w.bad_score[r] = w.bad_value[r] = false;
+  }
+
+  // Calls body(tile) for the tiles of a part of the keys, with the queries prepared.
+  template <class Body> void each_tile(int64_t split, const Body& body) {
+    const Group& g = w.g;
+    load_queries(w);
+    keys->prepare(w);
+    int64_t skip = split * g.chunk, left = g.chunk;
+    alignas(64) Tile t;
+    for (int64_t i = 0; i < g.spans && left > 0; i++) {
+      int64_t pos = g.begin[i], size = g.end[i] - g.begin[i];
+      if (skip >= size) { skip -= size; continue; }
+      pos += skip, size -= skip, skip = 0;
+      if (size > left) size = left;
+      left -= size;
+      while (size > 0) {
+        fetch(w, t, pos, size);
+        body(t);
+        pos += t.n, size -= t.n;
+      }
+    }
+  }
+
+  // Largest score, sum and damage of each row.
+  void put_sums(float* part) const {
+    for (int64_t r = 0; r < w.rows; r++) {
+      float* p = part + r * part_floats(w.dv) + w.dv;
+      p[0] = w.most[r], p[1] = p[2] = sum(w.sums[r]);
+      p[3] = w.bad_score[r] ? 2.f : w.bad_value[r] ? 1.f : 0.f;
+    }
+  }
+};
 
 inline void finish_group(const Attend& a, const Group& g, const float* parts);
 
 inline void attend_piece(const Attend& a, const Group& g, int64_t split, float* part) {
-  Work w(a, g);
-  static thread_local Scratch scratch;
-  Arena dry{nullptr};
-  w.carve(dry);
-  Arena arena{scratch.need(dry.used + 4 * g.rows * part_floats(w))};
-  w.carve(arena);
-  if (!part) part = arena.take<float>(g.rows * part_floats(w));
-
-  const KeyKernel* keys = w.key.bits == 16 || a.float32 ? nullptr : int16_key(w.key);
-  const ValueKernel* values = w.value.bits == 16 || a.float32 ? nullptr : int16_value(w.value);
-  if (!keys) keys = w.double_scores() ? &double_keys : &float_keys;
-  if (!values) values = &float_values;
-  load_queries(w);
-  keys->prepare(w);
-  memset(w.acc, 0, 4 * w.rows * w.v_pad);
-  for (int64_t r = 0; r < round_up(w.rows, 4); r++) w.most[r] = -INFINITY;  // some kernels take 4 rows at once
-  for (int64_t r = 0; r < w.rows; r++) {
-    w.sums[r] = (vf){}, w.kept[r] = 0;
-    w.bad_score[r] = w.bad_value[r] = false;
-  }
-  int64_t skip = split * g.chunk, left = g.chunk;
-  alignas(64) Tile t;
-  for (int64_t i = 0; i < g.spans && left > 0; i++) {
-    int64_t pos = g.begin[i], size = g.end[i] - g.begin[i];
-    if (skip >= size) { skip -= size; continue; }
-    pos += skip, size -= skip, skip = 0;
-    if (size > left) size = left;
-    left -= size;
-    while (size > 0) {
-      fetch(w, t, pos, size);
-      attend_tile(w, t, *keys, *values);
-      pos += t.n, size -= t.n;
-    }
-  }
-  const int64_t stride = part_floats(w);
-  values->finish(w, part, stride);
-  for (int64_t r = 0; r < w.rows; r++) {
-    float* p = part + r * stride + w.dv;
-    p[0] = w.most[r], p[1] = sum(w.sums[r]), p[2] = a.threshold > 0 ? w.kept[r] : p[1];
-    p[3] = w.bad_score[r] ? 2.f : w.bad_value[r] ? 1.f : 0.f;
-  }
+  Piece piece(a, g);
+  Work& w = piece.w;
+  if (!part) part = w.part;
+  piece.each_tile(split, [&](Tile& t) { attend_tile(w, t, *piece.keys, *piece.values); });
+  piece.values->finish(w, part, part_floats(w.dv));
+  piece.put_sums(part);
   if (g.splits == 1) finish_group(a, g, part);
 }
 
@@ -196,7 +217,7 @@ inline void attend_piece(const Attend& a, const Group& g, int64_t split, float* 
 inline void finish_group(const Attend& a, const Group& g, const float* parts) {
   Work w(a, g);
   static thread_local Scratch scratch;
-  const int64_t stride = part_floats(w), size = g.rows * stride;
+  const int64_t stride = part_floats(w.dv), size = g.rows * stride;
   float *out = (float*)scratch.need(8 * g.rows * w.v_pad), *plain = out + g.rows * w.v_pad;
   const int64_t coded = g.splits - g.uncompressed;
   float unit[ROWS], whole[ROWS];

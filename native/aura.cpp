@@ -29,6 +29,7 @@ constexpr int64_t CHUNK = 2048;            // sequences longer than this are cut
 constexpr int64_t PIECES = 16;             // … until a sequence and KV head have this many, or twice as many
 constexpr int64_t SERIAL_WORK = 3'000'000; // multiplications below which one thread is faster
 constexpr int64_t SPAWN_WORK = 200'000'000;  // the same where threads must be started for the call
+constexpr int64_t KEPT_BYTES = 8 << 20;    // weights that are held between two passes, or what keeps the threads busy
 
 struct Job {
   std::atomic<int64_t> next;
@@ -124,7 +125,7 @@ Plan plan(const Attend& a, const Attend& uncompressed) {
     if (!a.splits) g.chunk = divide_up(g.chunk, 64) * 64;
     g.splits = (g.visible ? divide_up(g.visible, g.chunk) : 1) + g.uncompressed;
     g.part = p.parts;
-    if (g.splits > 1) p.parts += g.splits * g.rows;
+    if (g.splits > 1 || a.threshold > 0) p.parts += g.splits * g.rows;
     p.first_unit.push_back(p.first_unit.back() + g.splits);
     p.work += g.visible * dims * (g.rows + 4) + g.rows * 2000;
   }
@@ -162,8 +163,6 @@ void fix_rest(const float* levels, int count, const Codec::Fixed& fixed, Codec::
   for (int i = 0; i < 256; i++) to->level[i] = most > 0 ? int16_t(std::rint(rest[i] / most * fixed.most)) : 0;
 }
 
-int64_t floats_per_row(int64_t value_dim) { return value_dim + 4; }
-
 }  // namespace
 
 EXPORT int64_t aura_version() { return AURA_VERSION; }
@@ -197,14 +196,60 @@ EXPORT int64_t aura_attend_workspace(int64_t seqs, int64_t tokens, int64_t heads
   const int64_t most = splits ? splits : auto_splits(1, capacity), pieces = 2 * PIECES * ROWS * seqs * kv_heads;
   int64_t rows = most > 1 ? tokens * heads * most : 0;
   if (!splits && rows > pieces) rows = pieces;
-  return 4 * rows * floats_per_row(value_dim);
+  return 4 * rows * part_floats(value_dim);
+}
+
+// A part of a group in two passes (sparse.hpp).
+struct Unit {
+  const Attend* call;
+  Group group;                  // as this call sees it
+  int64_t split, kept, part;    // where its weights and its partial result begin
+  int64_t number;               // of its group
+};
+
+// With a threshold: some groups at a time, as many as have room for their weights.
+static void attend_sparse(int64_t isa, const Attend& a, const Attend& uncompressed, const Plan& p, int64_t stride) {
+  static thread_local std::vector<uint64_t> memory;  // stays from call to call
+  std::vector<float> parts(p.parts * stride);
+  const int64_t count = int64_t(p.groups.size());
+  for (int64_t first = 0, next = 0; first < count; first = next) {
+    std::vector<Unit> units;
+    int64_t bytes = 0;
+    for (; next < count && (bytes < KEPT_BYTES || int64_t(units.size()) < 4 * a.threads.count); next++) {
+      const Group& g = p.groups[next];
+      for (int64_t s = 0; s < g.splits; s++) {
+        const int64_t part = (g.part + s * g.rows) * stride;
+        if (g.uncompressed && s == g.splits - 1)
+          units.push_back({&uncompressed, group_beside(uncompressed, g), 0, bytes, part, next - first});
+        else
+          units.push_back({&a, g, s, bytes, part, next - first});
+        bytes += divide_up(kept_bytes(units.back().group), 64) * 64;
+      }
+    }
+    if (int64_t(memory.size()) < bytes / 8) memory.resize(bytes / 8);
+    uint8_t* const kept = (uint8_t*)memory.data();
+    std::vector<std::atomic<int64_t>> left(next - first);
+    for (int64_t i = first; i < next; i++) left[i - first] = p.groups[i].splits;
+    for_each(a.threads, int64_t(units.size()), p.work, [&](int64_t i) {
+      const Unit& u = units[i];
+      ISAS[isa]->weigh(*u.call, u.group, u.split, kept + u.kept, parts.data() + u.part);
+    });
+    for_each(a.threads, int64_t(units.size()), p.work, [&](int64_t i) {
+      const Unit& u = units[i];
+      const Group& g = p.groups[first + u.number];
+      const float* group_parts = parts.data() + g.part * stride;
+      ISAS[isa]->attend_kept(*u.call, u.group, kept + u.kept, group_parts, parts.data() + u.part);
+      if (left[u.number].fetch_sub(1, std::memory_order_acq_rel) == 1) ISAS[isa]->finish(a, g, group_parts);
+    });
+  }
 }
 
 static void attend_all(int64_t isa, const Attend& a) {
   Attend uncompressed = a;
   uncompressed.pages = a.uncompressed, uncompressed.only_uncompressed = 1;
   const Plan p = plan(a, uncompressed);
-  const int64_t stride = floats_per_row(a.pages ? a.pages->value->dim : a.dense->value->dim);
+  const int64_t stride = part_floats(a.pages ? a.pages->value->dim : a.dense->value->dim);
+  if (a.threshold > 0) return attend_sparse(isa, a, uncompressed, p, stride);
   std::vector<float> own;
   float* parts = a.workspace;
   if (!parts && p.parts) own.resize(p.parts * stride), parts = own.data();

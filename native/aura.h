@@ -149,11 +149,22 @@ struct Group {
   int64_t uncompressed;                 // 1: the last part is of the keys uncompressed
 };
 
+// A partial result of a row: [value | largest score, sum of weights, sum of those whose values count, damage]
+constexpr int64_t part_floats(int64_t value_dim) { return value_dim + 4; }
+
+// What the first of two passes over a part leaves for the second, at most: tiles end at pages, but two in a row have TILE tokens.
+inline int64_t kept_bytes(const Group& g) {
+  const int64_t tiles = 2 * (g.chunk / TILE + 8);
+  return tiles * (16 + 8 * g.rows) + 4 * g.rows * (g.chunk + 16 * tiles);
+}
+
 // What an instruction set provides; each runs one piece of independent work.
 struct Isa {
   const char* name;
   bool (*supported)();
   void (*attend)(const Attend& a, const Group& g, int64_t split, float* part);  // part null: finish at once
+  void (*weigh)(const Attend& a, const Group& g, int64_t split, uint8_t* kept, float* part);  // with a threshold
+  void (*attend_kept)(const Attend& a, const Group& g, const uint8_t* kept, const float* parts, float* part);
   void (*finish)(const Attend& a, const Group& g, const float* parts);
   void (*encode)(const Encode& a, int64_t first, int64_t count);
   void (*append)(const Append& a, const int64_t* slots, int64_t first, int64_t count);

@@ -4,8 +4,8 @@
 #include <new>
 
 #include "simd.hpp"
-#include "attend.hpp"
 #include "encode.hpp"
+#include "sparse.hpp"
 #include "int16_avx2.hpp"
 
 namespace {
@@ -15,5 +15,5 @@ bool supported() {
 }
 }  // namespace
 
-const aura::Isa aura::isa_avx2 = {"avx2",       supported,    attend_piece, finish_group, encode_range,
-                                  append_range, decode_range, scores_range, values_range};
+const aura::Isa aura::isa_avx2 = {"avx2", supported, attend_piece, weigh_piece, attend_kept, finish_group,
+                                  encode_range, append_range, decode_range, scores_range, values_range};

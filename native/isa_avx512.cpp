@@ -4,8 +4,8 @@
 #include <new>
 
 #include "simd.hpp"
-#include "attend.hpp"
 #include "encode.hpp"
+#include "sparse.hpp"
 #include "int16_avx512.hpp"
 
 namespace {
@@ -16,5 +16,5 @@ bool supported() {
 }
 }  // namespace
 
-const aura::Isa aura::isa_avx512 = {"avx512", supported,    attend_piece, finish_group, encode_range,
-                                  append_range, decode_range, scores_range, values_range};
+const aura::Isa aura::isa_avx512 = {"avx512", supported, attend_piece, weigh_piece, attend_kept, finish_group,
+                                  encode_range, append_range, decode_range, scores_range, values_range};

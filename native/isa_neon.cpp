@@ -5,10 +5,10 @@
 #include <new>
 
 #include "simd.hpp"
-#include "attend.hpp"
 #include "encode.hpp"
+#include "sparse.hpp"
 #include "int16_neon.hpp"
 
-const aura::Isa aura::isa_neon = {"neon",       [] { return true; }, attend_piece, finish_group, encode_range,
-                                  append_range, decode_range,        scores_range, values_range};
+const aura::Isa aura::isa_neon = {"neon", [] { return true; }, attend_piece, weigh_piece, attend_kept, finish_group,
+                                  encode_range, append_range, decode_range, scores_range, values_range};
 #endif

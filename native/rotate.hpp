@@ -91,9 +91,11 @@ inline void rotate(const Codec& c, double* x) {
   hadamard(c, x, false);
 }
 
+// x = H x for one vector of 2^k coordinates; up to ALONE of them are faster one by one, with the same bits.
 #if defined(__AVX512F__)
-// x = H x for one vector of 2^k coordinates, 16 lanes along it
-INLINE void hadamard_row(float* x, int64_t dim) {
+constexpr int64_t ALONE = INT64_MAX;
+INLINE void hadamard_row(const Codec& c, float* x) {  // 16 lanes along it
+  const int64_t dim = c.dim;
   static const int32_t near[4][16] = {{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14},
                                       {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13},
                                       {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11},
@@ -115,22 +117,23 @@ INLINE void hadamard_row(float* x, int64_t dim) {
         _mm512_storeu_ps(x + j, _mm512_add_ps(p, q)), _mm512_storeu_ps(x + j + h, _mm512_sub_ps(p, q));
       }
 }
+#else
+constexpr int64_t ALONE = 8;
+INLINE void hadamard_row(const Codec& c, float* x) { hadamard(c, x, false); }  // H of 2^k is symmetric
 #endif
 
 // rows = R rows (or Rᵀ rows) in place, [count][stride] floats; nothing at 16 bits and where the caller rotates.
 inline void rotate_rows(const Codec& c, float* rows, int64_t stride, int64_t count, bool inverse) {
   if (c.bits == 16 || !c.base) return;
-#if defined(__AVX512F__)
-  if (c.base == 1) {
+  if (c.base == 1 && count <= ALONE) {
     for (int64_t r = 0; r < count; r++) {
       float* x = rows + r * stride;
       if (!inverse) for (int64_t d = 0; d < c.dim; d++) x[d] *= c.sign[d];
-      hadamard_row(x, c.dim);
+      hadamard_row(c, x);
       if (inverse) for (int64_t d = 0; d < c.dim; d++) x[d] *= c.sign[d];
     }
     return;
   }
-#endif
   alignas(64) v16 tile[MAX_CODED_DIM];
   for (int64_t r = 0; r < count; r += LANES) {
     const int64_t n = count - r < LANES ? count - r : LANES;

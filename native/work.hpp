@@ -42,15 +42,15 @@ struct Work {
   const Group& g;
   const Codec &key, &value;
   int64_t rows, group, dk, dv, k_pad, v_pad;
-  float *q, *s, *acc, *kt, *values, *buffer;
-  // [rows][k_pad], [rows][TILE], [rows][v_pad], [k_pad][TILE], [TILE][v_pad], [16][k_pad]
+  float *q, *s, *acc, *kt, *values, *buffer, *part;
+  // [rows][k_pad], [rows][TILE], [rows][v_pad], [k_pad][TILE], [TILE][v_pad], [16][k_pad], [rows][part_floats]
   double* q64;                       // [rows][k_pad], for exact scores
   int16_t *q16, *q_rest, *w16;       // 4 copies of [rows][k_pad], twice, and [rows][TILE], for kernels with int16 arithmetic
   uint8_t *stage_k, *stage_v;
   alignas(64) vf sums[ROWS];
   float base[ROWS];  // 0, or close to the largest score so far: what is left of large scores has more digits
   double shift64[ROWS];
-  float shift[ROWS], most[ROWS], correction[ROWS], kept[ROWS], added[ROWS];
+  float shift[ROWS], most[ROWS], correction[ROWS];
   float q_factor[ROWS], q_unit[ROWS], rest_unit[ROWS];  // q16 is q · factor; units of sums of q16 and q_rest with levels
   float w_unit[ROWS], w_most[ROWS], w_sum[ROWS];  // of the weights of a tile: factor, largest, sum of magnitudes
   bool weights_fixed = false;  // w16 and w_unit hold the weights of this tile
@@ -77,6 +77,7 @@ struct Work {
     q16 = m.take<int16_t>(rows * k_pad * 4);
     q_rest = m.take<int16_t>(rows * k_pad * 4);
     w16 = m.take<int16_t>(round_up(rows, 8) * TILE);
+    part = m.take<float>(rows * part_floats(dv));
     stage_k = m.take<uint8_t>(TILE * key.row_bytes + 64);
     stage_v = m.take<uint8_t>(TILE * value.row_bytes + 64);
   }
@@ -112,7 +113,7 @@ inline void load_queries(Work& w) {
   w.plain_from = a.first, w.plain_to = a.causal ? w.g.lowest + 1 : INT64_MAX;
   if (a.window && w.g.highest - a.window + 1 > w.plain_from) w.plain_from = w.g.highest - a.window + 1;
   if (a.recent && w.g.lowest - a.recent + 1 < w.plain_to) w.plain_to = w.g.lowest - a.recent + 1;
-  if (a.only_uncompressed || a.softcap > 0 || a.threshold > 0) w.plain_to = 0;
+  if (a.only_uncompressed || a.softcap > 0) w.plain_to = 0;
   rotate_rows(w.key, w.q, w.k_pad, w.rows, false);
   for (int64_t r = 0; r < w.rows; r++)
     for (int64_t d = w.dk; d < w.k_pad; d++) w.q[r * w.k_pad + d] = 0;

@@ -112,6 +112,7 @@ SCORINGS = {
     "window": kv.Scoring(window=90),
     "sinks": kv.Scoring(window=90, sinks=5),
     "softcap": kv.Scoring(softcap=20.0),
+    "threshold": kv.Scoring(threshold=3e-3),
 }
 
 
@@ -169,7 +170,8 @@ def test_results_do_not_depend_on_threads(name, threads, monkeypatch):
 
     def results() -> list[torch.Tensor]:
         decode, extend = kv.attend(one, cache.pages, backend=name), kv.attend(many, cache.pages, [0, 70], backend=name)
-        return [*decode, *extend, *kv.encode(x, cache.format.key, backend=name)]
+        sparse = kv.attend(one, cache.pages, scoring=kv.Scoring(threshold=2e-4), backend=name)
+        return [*decode, *extend, *sparse, *kv.encode(x, cache.format.key, backend=name)]
 
     threads(1)
     expected = results()
