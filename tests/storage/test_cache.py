@@ -379,3 +379,19 @@ def test_decode_with_the_exact_tokens_of_a_query():
         assert torch.equal(seen[uncompressed], x[uncompressed])
         assert torch.equal(seen[rest], coded[rest])
         assert not torch.equal(coded[uncompressed], x[uncompressed])
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
+@pytest.mark.parametrize("beside", [None, Uncompressed(first=4, recent=9)], ids=["coded", "beside"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_caller_may_rotate(kind, beside, dtype):
+    cache = make(kind, seqs=1, uncompressed=beside)
+    cache.append(*tokens(70))
+    q = rand(3, 2 * H, 64).to(dtype)
+    wanted = cache.attend(q, [0, 3])
+    key, value = cache.format.key, cache.format.value
+    got = cache.attend(key.rotate(q.float()).to(dtype), [0, 3], rotated=True)
+    error = (value.unrotate(got.out.float()) - wanted.out.float()).norm() / wanted.out.float().norm()
+    assert got.out.dtype == dtype
+    assert error < (1e-3 if dtype == torch.float32 else 4e-3)
+    torch.testing.assert_close(got.lse, wanted.lse, rtol=2e-3, atol=2e-3)

@@ -1,5 +1,7 @@
 """Caches under torch.compile(fullgraph=True): the results of eager steps, one graph however long sequences grow."""
 
+import copy
+
 import pytest
 import torch
 
@@ -87,6 +89,11 @@ def test_what_only_the_host_can_do_is_refused():
     with pytest.raises(InputError, match="pages that sequences share"):
         step(*new())
     assert torch.equal(full.pages.data, before)
+    eager = copy.deepcopy(full)
+    full.reserve(20)  # copies what the two share
+    for _ in range(20):
+        arguments = new()
+        torch.testing.assert_close(step(*arguments), eager.step(*arguments).out)
     first = CACHES["first"]()
     first.reserve(10)
     step, _ = compile_counted(lambda q, k, v: first.step(q, k, v).out)

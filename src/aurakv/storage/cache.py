@@ -11,18 +11,18 @@ from torch import Tensor
 from .. import backends, checks
 from ..arguments import instance, whole
 from ..attention import ops
-from ..attention.partial import Partial, in_dtype, join, merge
-from ..attention.scoring import Scoring, scoring_uncompressed
+from ..attention.partial import Partial, in_dtype
+from ..attention.scoring import Scoring
 from ..attention.step import Step
 from ..calibration.key_scale import scaled, scaled_keys
 from ..checks import Starts
 from ..errors import InputError
-from ..format.codec import Codec, Codes, Format
-from . import compiled
-from .page_table import MAX_LENGTH, Kept, PageTable, round_up
+from ..format.codec import Codes, Format
+from . import compiled, reading
+from .page_table import Kept, PageTable, round_up
 from .pages import Pages
 from .pool import PagePool
-from .steps import Call, Prepared, check_queries, check_step, in_pieces, longest, own_scoring, step_kind
+from .steps import Call, Prepared, check_queries, check_reach, check_step, in_pieces, longest, own_scoring, step_kind
 from .uncompressed import Uncompressed
 
 
@@ -141,12 +141,7 @@ class KVCache:
     @property
     def saturated(self) -> int:
         """How many stored vectors had a scale beyond the range of its dtype."""
-        count = 0
-        for seq in range(self.seqs):
-            for codes in self.codes(seq):
-                if codes.scale is not None:
-                    count += int((codes.scale.abs() == torch.finfo(codes.scale.dtype).max).sum())
-        return count
+        return sum(reading.saturated(codes) for seq in range(self.seqs) for codes in self.codes(seq))
 
     def positions(self, seq: int) -> Tensor:
         """The positions of a sequence that are still held; in a ring the sinks and the most recent ones."""
@@ -164,20 +159,7 @@ class KVCache:
 
         With the position of a query, those that it uses uncompressed are the uncompressed ones.
         """
-        (keys, values), pool, backend = self.codes(seq), self.pool, self.backend
-        k = ops.decode(keys, self.format.key, pool.key_offset, dtype=dtype, backend=backend)
-        v = ops.decode(values, self.format.value, pool.value_offset, dtype=dtype, backend=backend)
-        query = None if query is None else whole("query", query, 0, MAX_LENGTH)
-        if query is not None and self.uncompressed_table is not None:
-            uncompressed, positions = self.uncompressed_table, self.page_table.positions(seq)
-            held = uncompressed.positions(seq)
-            held = held[self.uncompressed.seen(held, query) & torch.isin(held, positions)]
-            at = torch.searchsorted(positions, held)
-            for x, codes, codec in zip(
-                (k, v), uncompressed.pages.stored(seq, held), _sides(uncompressed.pool.format), strict=True
-            ):
-                x[at] = ops.decode(codes, codec, dtype=dtype, backend=backend)
-        return k, v
+        return reading.decode(self, seq, dtype, query)
 
     # append and attend
 
@@ -214,19 +196,23 @@ class KVCache:
         sink_logits: Tensor | None = None,
         splits: int | None = None,
         precision: str = "fast",
+        rotated: bool = False,
     ) -> Partial:
         """Attention of the last tokens of each sequence, q [tokens, heads, dim], over all it holds.
 
-        Without a scoring everything is visible, in a ring its window and sinks.
+        Without a scoring everything is visible, in a ring its window and sinks. `rotated`: queries come as R q
+        (`format.key.rotate`), and the output stays rotated.
         """
         if torch.compiler.is_compiling():
+            compiled.check_rotated(rotated)
             return compiled.step(self, q, None, None, starts, scoring, None, sink_logits, splits, precision)
         call = Call(self._scoring(scoring), sink_logits, checks.splits(splits), precision)
         check_queries(q, self.pages, call)
+        instance("rotated", rotated, bool)
         bounds = self._bounds(starts, q.shape[0])
         self._refresh()
-        self._check_reach(bounds, call.scoring)
-        return self._attend(q, bounds, call)
+        check_reach(bounds, call.scoring, self.page_tables)
+        return reading.attend(self, q, bounds, call, rotated)
 
     def step(
         self,
@@ -344,22 +330,6 @@ class KVCache:
             instance("scoring", given, Scoring)
         return self.default_scoring if given is None else own_scoring(given, self.page_table.kept, self.uncompressed)
 
-    def _check_reach(self, bounds: list[int], scoring: Scoring) -> None:
-        """Every key that a query may see must still be held."""
-        windows = (scoring.window, scoring.recent)
-        for seq, length in enumerate(self.page_table.lengths):
-            queries = bounds[seq + 1] - bounds[seq]
-            if queries > length and scoring.causal:
-                raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
-            for table, window in zip(self.page_tables, windows, strict=False):
-                oldest = max(0, length - queries - (window or 0) + 1)
-                if table.kept is not None and queries and window and oldest < table.oldest(seq):
-                    raise InputError(
-                        f"{queries} {'query' if queries == 1 else 'queries'} of sequence {seq} would read position"
-                        f" {oldest}, which is no longer held (positions from {table.oldest(seq)} on are): attend"
-                        f" with at most {table.kept.chunk} queries, after an append of no more tokens, or use step"
-                    )
-
     def _make_room(self, bounds: list[int]) -> None:
         self._prepared = None  # it would keep the memory of pages that have grown
         self.page_table.make_room(bounds)
@@ -410,20 +380,12 @@ class KVCache:
 
     def _step_with_dense(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], call: Call) -> Partial:
         """Many new tokens: the uncompressed ones are among those held so far and the new ones themselves."""
-        table = self.uncompressed_table
-        assert table is not None
         given = q.dtype
         q, k = scaled(q, k, call.key_scale)
         self._append(k, v, bounds)
-        scoring, dtype = scoring_uncompressed(call.scoring), self.uncompressed.dtype
-        ends = self.page_table.lengths
-        parts = (
-            self._attend_table(q, self.page_table, bounds, call),
-            ops.attend(q, table.pages, bounds, scoring, ends=ends, precision=call.precision, backend=self.backend),
-            ops.attend_dense(q, k.to(dtype), v.to(dtype), bounds, bounds, scoring, ends=ends, backend=self.backend),
-        )
+        part = reading.attend_with_dense(self, q, k, v, bounds, call)
         self._append_uncompressed(k, v, bounds)
-        return in_dtype(merge(*parts), given)
+        return in_dtype(part, given)
 
     def _advance(self, bounds: Sequence[int]) -> None:
         """Follow what a step did."""
@@ -438,27 +400,3 @@ class KVCache:
         return uncompressed is None or (
             not self.uncompressed.recent and min(uncompressed.lengths, default=0) >= self.uncompressed.first
         )
-
-    def _attend(self, q: Tensor, bounds: list[int], call: Call) -> Partial:
-        if self.uncompressed_table is None:
-            return self._attend_table(q, self.page_table, bounds, call)
-        uncompressed = call._replace(scoring=scoring_uncompressed(call.scoring), sink_logits=None)  # sinks count once
-        coded = self._attend_table(q, self.page_table, bounds, call)
-        return join(coded, self._attend_table(q, self.uncompressed_table, bounds, uncompressed))
-
-    def _attend_table(self, q: Tensor, table: PageTable, bounds: list[int], call: Call) -> Partial:
-        return ops.attend(
-            q,
-            table.pages,
-            bounds,
-            call.scoring,
-            ends=None if table is self.page_table else self.pages.lengths,  # first tokens may be all that it has
-            sink_logits=call.sink_logits,
-            splits=call.splits,
-            precision=call.precision,
-            backend=self.backend,
-        )
-
-
-def _sides(format: Format) -> tuple[Codec, Codec]:
-    return format.key, format.value

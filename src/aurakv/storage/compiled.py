@@ -1,8 +1,8 @@
 """What `KVCache` does while torch.compile traces it: one operator over the tensors of its pages.
 
 The lengths on the device advance and the host follows when it next looks, so nothing is compiled again as sequences
-grow. What only the host can do is refused in one sentence: room is made by `reserve`, pages that sequences share are
-copied, and the first tokens that stay uncompressed are stored, by a call outside.
+grow. What only the host can do is refused in one sentence: `reserve` makes room and copies pages that sequences share,
+and the first tokens that stay uncompressed are stored by a call outside.
 """
 
 from __future__ import annotations
@@ -82,10 +82,18 @@ def step(
     return Partial(out, lse)
 
 
+def check_rotated(rotated: bool) -> None:
+    if rotated:
+        raise InputError(
+            "under torch.compile a cache takes queries that are not rotated: attend to cache.pages with aurakv.attend"
+        )
+
+
 def _refuse(new: bool, tokens: int, seqs: int, most: int, forked: bool, complete: bool) -> None:
     if new and forked:
         raise InputError(
-            "a compiled step cannot copy pages that sequences share: after fork or reorder, step outside torch.compile"
+            "a compiled step cannot copy pages that sequences share: after fork, reorder or truncate call cache.reserve"
+            " for the tokens to come"
         )
     if new and not complete:
         raise InputError(

@@ -61,7 +61,7 @@ class PageTable:
             [-1] * (self.max_width or 1) for _ in range(seqs)
         ]  # page of each entry, −1 where there is none yet
         self.lengths = [0] * seqs
-        self.forked = False  # whether sequences may share pages, which the host copies before they are written to
+        self.forked = False  # whether tokens to come may go to pages that sequences share: the host copies them first
         self.highest = [0] * seqs  # longest a sequence has been: in a ring, what lies a wrap below is overwritten
         self.publish()
 
@@ -111,6 +111,8 @@ class PageTable:
     def make_room(self, bounds: list[int]) -> None:
         """Pages of their own for all tokens about to be written; refuses with nothing changed if there are too few."""
         if self._has_room(bounds):
+            if self.forked:
+                self._note_shared()
             return
         totals = [length + b - a for length, a, b in zip(self.lengths, bounds, bounds[1:], strict=False)]
         longest = max(totals, default=0)
@@ -145,8 +147,16 @@ class PageTable:
                 self.rows[seq][entry] = self.pool.take()
             elif self.pool.references(page) > 1:  # the last one to come keeps the original
                 self.rows[seq][entry] = self.pool.copy(page)
+        self._note_shared()
         if touched or self.pages.data is not self.pool.data:
             self.publish(lengths_too=False)  # a graph on the device may be ahead of the host
+
+    def _note_shared(self) -> None:
+        ahead = (
+            row if self.kept is not None else row[length // self.pool.page_size :]  # a ring comes round to every page
+            for row, length in zip(self.rows, self.lengths, strict=True)
+        )
+        self.forked = any(page >= 0 and self.pool.references(page) > 1 for row in ahead for page in row)
 
     def _has_room(self, bounds: list[int]) -> bool:
         """Whether the new tokens of each sequence, such as one, go to one page that is there and its own."""
@@ -197,6 +207,7 @@ class PageTable:
         row[keep:] = [-1] * (len(row) - keep)
         self.lengths[seq] = length
         self.highest[seq] = self.lowered(length, self.highest[seq])
+        self._note_shared()
         self.publish()
 
     def lowered(self, length: int, highest: int) -> int:
@@ -220,9 +231,9 @@ class PageTable:
         for row in self.rows:
             self.pool.release(page for page in row if page >= 0)
         self.rows = rows
-        self.forked = self.forked or len(set(index)) < len(index)
         self.lengths = [self.lengths[seq] for seq in index]
         self.highest = [self.highest[seq] for seq in index]
+        self._note_shared()
         self.publish()
 
     def restore(
@@ -232,7 +243,7 @@ class PageTable:
         users = Counter(page for row in rows for page in row if page >= 0)
         self.pool.restore(data, page_size, [users[page] for page in range(data.shape[0])])
         self.rows, self.lengths, self.highest = rows, lengths, highest
-        self.forked = any(count > 1 for count in users.values())
+        self._note_shared()
         self.publish()
 
     @torch.inference_mode(False)  # what lives as long as the cache must not become an inference tensor

@@ -17,7 +17,7 @@ from ..attention.partial import Partial
 from ..attention.scoring import Scoring
 from ..attention.step import Run
 from ..errors import InputError
-from .page_table import Kept
+from .page_table import Kept, PageTable
 from .pages import Pages
 from .uncompressed import Uncompressed
 
@@ -67,6 +67,22 @@ def check_step(q: Tensor, k: Tensor, v: Tensor, pages: Pages, call: Call) -> Non
         raise InputError(f"a step needs as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
     if call.key_scale is not None:
         checks.key_scale(call.key_scale, pages)
+
+
+def check_reach(bounds: list[int], scoring: Scoring, tables: list[PageTable]) -> None:
+    """Every key that a query may see must still be held. The first table has the lengths."""
+    for seq, length in enumerate(tables[0].lengths):
+        queries = bounds[seq + 1] - bounds[seq]
+        if queries > length and scoring.causal:
+            raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
+        for table, window in zip(tables, (scoring.window, scoring.recent), strict=False):
+            oldest = max(0, length - queries - (window or 0) + 1)
+            if table.kept is not None and queries and window and oldest < table.oldest(seq):
+                raise InputError(
+                    f"{queries} {'query' if queries == 1 else 'queries'} of sequence {seq} would read position"
+                    f" {oldest}, which is no longer held (positions from {table.oldest(seq)} on are): attend"
+                    f" with at most {table.kept.chunk} queries, after an append of no more tokens, or use step"
+                )
 
 
 def step_kind(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[object, ...] | None:
