@@ -311,3 +311,14 @@ def test_adding_nothing_to_input_types():
         half, full = kv.encode(x.to(dtype), codec), kv.encode(x.to(dtype).float(), codec)
         assert torch.equal(half.data, full.data)
         assert torch.equal(half.scale, full.scale)
+
+
+@pytest.mark.parametrize("name", ["k4v4", "k3/v16", "k8:plain/v5:lloyd-max"])
+def test_using_a_format_does_not_change_it(name):
+    """Nothing is remembered in it that would be wrong in another process, where hashes of texts differ."""
+    format, again = kv.Format.parse(name, 64), kv.Format.parse(name, 64)
+    parts = (format, format.key, format.value)
+    before = [dict(vars(part)) for part in parts]
+    assert {format: 1}[again] == {format.key: 1}[again.key] == 1
+    kv.decode(kv.encode(torch.randn(2, 1, 64), format.key), format.key)
+    assert [vars(part) for part in parts] == before
