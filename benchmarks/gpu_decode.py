@@ -6,7 +6,7 @@ Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leav
 triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache; beside them
 stands how long torch takes to sum as many, which nothing is done with but to read them. --rivals also times other
 packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). --baseline measures every row of
-baselines/gpu_decode-h200.json. Rows are added to a file that exists.
+baselines/gpu_decode-h200.json. --capability 8.0 times what an older GPU would run. Rows are added to a file that exists.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Attention, Rows
 from aurakv.backends import reference
+from aurakv.backends.triton.common import target
 from aurakv.backends.triton.decode import launch
 from aurakv.checks import rows_of
 from aurakv.format.codec import Format
@@ -157,15 +158,19 @@ def main() -> None:
     parser.add_argument("--offsets", action="store_true", help="calibrated keys and values")
     parser.add_argument("--uncompressed", type=int, default=0, help="recent tokens that another call scores")
     parser.add_argument("--softcap", type=float)
+    parser.add_argument("--capability", help="kernels as on a GPU of this compute capability, such as 8.0")
     parser.add_argument("--rivals", action="store_true", help="other packages, where they are installed")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.capability:
+        target.assume(target.parsed(args.capability))
     if args.baseline is None:
         return save(args.json, measure(args))
-    if vars(args) != {**vars(parser.parse_args([])), "baseline": args.baseline, "json": args.json}:
+    as_on = ["--capability", args.capability] if args.capability else []
+    if vars(args) != {**vars(parser.parse_args(as_on)), "baseline": args.baseline, "json": args.json}:
         parser.error("--baseline has its own options")
     for line in args.baseline or range(len(BASELINE)):
-        save(args.json, measure(parser.parse_args(BASELINE[line].split())))
+        save(args.json, measure(parser.parse_args([*BASELINE[line].split(), *as_on])))
 
 
 def save(path: str | None, rows: list[dict[str, Any]]) -> None:
@@ -188,7 +193,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{name}: {reason or 'is timed'}")
     rivals = [name for name, reason in refused.items() if reason is None]
     options = {"flush": args.flush, "queries": args.queries, "uncompressed": args.uncompressed, "softcap": args.softcap}
-    options = {**options, "offsets": args.offsets}
+    options = {**options, "offsets": args.offsets, "capability": args.capability}
     for seqs, kv_heads, group, tokens in (SHAPES[i] for i in args.shapes):
         group, tokens = args.group or group, args.tokens or tokens
         base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush, args.queries)

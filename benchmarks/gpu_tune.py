@@ -18,6 +18,7 @@ import gpu_decode
 import torch
 
 from aurakv.attention.scoring import Scoring
+from aurakv.backends.triton.common import target
 from aurakv.backends.triton.decode import launch
 from aurakv.checks import rows_of
 
@@ -40,8 +41,11 @@ def main() -> None:
     parser.add_argument("--tiles", nargs="+", type=int, default=[32, 64])
     parser.add_argument("--shapes", nargs="+", type=int, default=[2], help="of gpu_decode.SHAPES")
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--capability", help="kernels as on a GPU of this compute capability, such as 8.0")
     parser.add_argument("--flush", choices=("write", "read"), default="write")
     args = parser.parse_args()
+    if args.capability:
+        target.assume(target.parsed(args.capability))
     if len(args.registers) != len(args.programs):
         parser.error("as many --registers as --programs")
     for seqs, kv_heads, group, tokens in (gpu_decode.SHAPES[i] for i in args.shapes):
@@ -53,7 +57,9 @@ def main() -> None:
             pages = gpu_decode.random_pages(name, args.dim, seqs, kv_heads, tokens, 64)
             own = (
                 launch._registers(pages.format, group),
-                launch._residents(pages.format, group),
+                launch._residents(
+                    target.target_of(pages.data.device), pages.format, group, launch._tile(pages, group)
+                ),
                 launch._tile(pages, group),
             )
             pairs = zip(args.registers, args.programs, strict=True)

@@ -13,6 +13,14 @@ torch.set_num_threads(1)  # the cases are small, and several test processes shar
 
 def pytest_addoption(parser):
     parser.addoption("--backend", action="append", help="run conformance on this backend only (may repeat)")
+    parser.addoption("--capability", help="kernels as on a GPU of this compute capability, such as 8.0")
+
+
+def pytest_configure(config):
+    if chosen := config.getoption("--capability"):
+        from aurakv.backends.triton.common import target
+
+        target.assume(target.parsed(chosen))
 
 
 def pytest_generate_tests(metafunc):

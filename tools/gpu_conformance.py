@@ -1,9 +1,10 @@
 """Conformance on a GPU, in many processes because compiling kernels takes most of the time, with or without pytest.
 
-    PYTHONPATH=src python tools/gpu_conformance.py [--jobs 16] [--seconds 240] [--device cuda] [--done FILE] [NAME …]
+    PYTHONPATH=src python tools/gpu_conformance.py [--jobs 16] [--seconds 240] [--device cuda] [--capability 8.0]
+        [--done FILE] [NAME …]
 
 Runs the tests that need a GPU, every chosen case in both precisions, and the covering set once. NAMEs choose those
-whose name contains one of them. --done keeps the names of what passed in a file and leaves out what it names, so that a
+whose name contains one of them. --capability runs the kernels that a GPU of that capability would. --done keeps the names of what passed in a file and leaves out what it names, so that a
 run goes on where another ended. Ends with a count; exits 1 on a failure.
 """
 
@@ -162,11 +163,15 @@ def jobs(names: list[str]) -> list[Job]:
     return [job for job in found if not names or any(name in job[1] for name in names)]
 
 
-def run_job(job: Job, device: str) -> tuple[Job, str]:
+def run_job(job: Job, device: str, capability: str | None) -> tuple[Job, str]:
     """The job and what went wrong."""
     import torch
 
     torch.set_num_threads(1)
+    if capability is not None:
+        from aurakv.backends.triton.common import target
+
+        target.assume(target.parsed(capability))
     from aurakv.testing import CASES, covering_set, run
 
     kind, name, precision = job
@@ -188,6 +193,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this long")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--capability", help="kernels as on such a GPU, for example 8.0")
     parser.add_argument("--done", type=Path, help="a file of what has passed")
     args = parser.parse_args()
     known = args.done.read_text().splitlines() if args.done and args.done.exists() else []
@@ -195,7 +201,7 @@ def main() -> None:
     passed: dict[str, int] = {}
     failed: list[Job] = []
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(run_job, job, args.device) for job in todo}
+        waiting = {pool.submit(run_job, job, args.device, args.capability) for job in todo}
         while waiting:
             done, waiting = concurrent.futures.wait(waiting, 1.0, concurrent.futures.FIRST_COMPLETED)
             for job, wrong in (future.result() for future in done):

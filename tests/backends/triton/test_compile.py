@@ -7,8 +7,6 @@ import dataclasses
 import importlib.util
 import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,90 +23,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from aurakv.backends.triton.append import grids
 from aurakv.backends.triton.append import launch as store
 from aurakv.backends.triton.common import results, specialise
 from aurakv.backends.triton.extend import launch as extend
 from aurakv.backends.triton.portable import launch as attention
-
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int32: "*i32",
-}
-
-
-class CompileOnly:
-    """Stands where a kernel is launched: specialises on the arguments as Triton does, compiles, remembers."""
-
-    def __init__(self, kernel, capability, seen):
-        self.kernel, self.capability, self.seen, self.arg_names = kernel, capability, seen, kernel.arg_names
-
-    def __getitem__(self, grid):
-        assert all(isinstance(n, int) and n > 0 for n in grid), "grids come from shapes"
-        return self.launch
-
-    def launch(self, *args, num_warps=4, **options):
-        assert len(args) == len(self.kernel.params), self.kernel.fn.__name__
-        signature, constants, attributes = {}, {}, {}
-        for i, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=True)):
-            one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-            if parameter.is_constexpr or value is None or one:
-                signature[parameter.name] = "constexpr"
-                constants[(i,)] = value
-                continue
-            if isinstance(value, torch.Tensor):
-                signature[parameter.name] = TYPES[value.dtype]
-                aligned = value.data_ptr() % 16 == 0
-            else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-                aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-            if aligned:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
-        source = kind(self.kernel, signature, constants, attributes)
-        options = {"num_warps": num_warps, **{name: x for name, x in options.items() if x is not None}}
-        compiled = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
-        self.seen[self.kernel.fn.__name__] = (compiled, num_warps)
-        for length, width in re.findall(
-            r"tensor<\d+x(\d+)x\w+, #ttg.dot_op<.opIdx = 0, [^>]*kWidth = (\d+)", compiled.asm["ttgir"]
-        ):
-            assert int(length) >= 4 * int(width), "Triton would count the elements of this sum several times"
-
-
-def disassemble(cubin: bytes, directory: Path, option: str = "-sass") -> str:
-    file = directory / "kernel.cubin"
-    file.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
-
-
-def resources(cubin: bytes, directory: Path) -> tuple[int, int, int]:
-    """Registers and bytes of stack of a kernel, and how often its main loop goes to the stack.
-
-    The main loop is the shortest one with matrix products.
-    """
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", disassemble(cubin, directory, "-res-usage"))[0]
-    code = [
-        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", disassemble(cubin, directory))
-    ]
-    bodies = []
-    for at, text in code:
-        target = re.search(r"BRA.*0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < at:
-            body = [other for where, other in code if int(target[1], 16) <= where <= at]
-            if any("MMA" in other and "HFMA2" not in other for other in body):
-                bodies.append(body)
-    main = min(bodies, key=len, default=[])
-    return int(registers), int(stack), sum(" LDL" in " " + text or " STL" in " " + text for text in main)
-
+from tests.helpers.compile_only import CompileOnly, disassemble, resources
 
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):

@@ -4,10 +4,40 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import NamedTuple
 
 import torch
 
-DECODE_CAPABILITY = (9, 0)  # of GPUs that the decode kernel is for
+DECODE_CAPABILITY = (8, 0)  # of GPUs that the decode kernel is for
+BULK_CAPABILITY = (9, 0)  # … that have TMA, barriers in shared memory that copies arrive at, and early launches
+
+# KiB of shared memory of a multiprocessor; what is not named here has at least the least of them
+SHARED = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (9, 0): 228, (10, 0): 228, (10, 3): 228, (12, 0): 100}
+OWN_SHARED = 1024  # bytes of it that the system takes for each program
+
+
+class Target(NamedTuple):
+    """What kernels are chosen and cut by."""
+
+    bulk: bool  # tiles can travel by TMA, and a kernel can begin while the one before it ends
+    shared: int  # bytes of shared memory of a multiprocessor
+
+
+_assumed: tuple[int, int] | None = None
+
+
+def assume(capability: tuple[int, int] | None) -> None:
+    """Choose and cut kernels as for a GPU of this compute capability, None: as for the one that is there.
+
+    For tests and benchmarks: a newer GPU runs what an older one would."""
+    global _assumed
+    _assumed = capability
+
+
+def parsed(capability: str) -> tuple[int, int]:
+    """Of "8.0"."""
+    major, minor = capability.split(".")
+    return int(major), int(minor)
 
 
 def why_no_gluon() -> str | None:
@@ -22,6 +52,19 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
+    return _capability(device) if _assumed is None else _assumed
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def target_of(device: torch.device) -> Target:
+    return target(capability(device))
+
+
+@functools.cache
+def target(capability: tuple[int, int]) -> Target:
+    return Target(capability >= BULK_CAPABILITY, 1024 * SHARED.get(capability, min(SHARED.values())))

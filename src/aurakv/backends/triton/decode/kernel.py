@@ -53,6 +53,7 @@ from .schedule import (
     span_of,
     split_pieces,
 )
+from .lane_copies import end_group, wait_for_groups
 from .tile_ring import flat, make_slot, open_ring, places, prefetch_descriptors, wait_for
 from .values import add_values, coordinates, empty_sums, output, scaled_weights, times
 
@@ -121,7 +122,8 @@ def decode_attention(
     KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr,
     WINDOW: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr,
     STAGES: gl.constexpr, WHOLE: gl.constexpr, KEY_SCALE: gl.constexpr, ALONE: gl.constexpr, LOGITS: gl.constexpr,
-    KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, UNCOMPRESSED: gl.constexpr,
+    KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, UNCOMPRESSED: gl.constexpr, BULK: gl.constexpr,
+    EARLY: gl.constexpr, PAGES: gl.constexpr,
 ):  # fmt: skip
     KU: gl.constexpr = DIM * KEY_BITS // 16
     PLANES: gl.constexpr = query_planes(KEY_BITS, DIM)
@@ -130,12 +132,12 @@ def decode_attention(
     A2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     B2: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
     WEIGHTS: gl.constexpr = weight_layout(TILE)
-    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS, UNCOMPRESSED)
+    SCAN: gl.constexpr = make_scan(CLIP, WINDOW, SINKS, SEVERAL, TILE, GROUP, ROWS, UNCOMPRESSED, PAGES)
     scan = (first, recent, window, sinks)
     where = (starts, tokens, ends, lengths)
 
     SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, DIM, TILE, WHOLE == 2)
-    ring = open_ring(SLOT, STAGES)
+    ring = open_ring(SLOT, STAGES, BULK)
     rows = (codes, piece_size, page_size, keys_at, values_at)
     QUERY: gl.constexpr = gl.float16 if KEY_BITS > 4 else gl.int8
     PHASES: gl.constexpr = min(8, DIM // PLANES // 8) if KEY_BITS > 4 else 8
@@ -145,8 +147,10 @@ def decode_attention(
     )  # fmt: skip
     # this program's tiles
     pid = gl.program_id(0)
-    gdc_launch_dependents()
-    prefetch_descriptors()
+    if EARLY:
+        gdc_launch_dependents()
+    if BULK:
+        prefetch_descriptors()
     line = pid * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     prefetch(table + line * 32, line * 32 < seqs * width)
     prefetch(q + line * 64, line * 64 < tokens * kv_heads * (GROUP * DIM))
@@ -203,16 +207,21 @@ def decode_attention(
         if SEVERAL:
             jobs_below = gl.sum(gl.where(o_seq < seq, b_blocks * kv_heads, 0), 0)
 
-    entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles)
+    entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles, SCAN)
     cursor = (left, seq, job, tile, span, entry, inside)
     begin, count, blocks = query_rows(seq, starts, tokens, SCAN)
     query = load_query(
         q, key_scale, signs, offset, job, begin, count, blocks, q_stride, SCAN, OFFSET, KEY_SCALE, HEADS, DIM
     )  # before the copies, behind which it would wait
     for i in range(gl.minimum(STAGES, left)):
-        page = look_up(cursor, table, width)
-        fetch(cursor, page, i, rows, ring, kv_heads, SLOT, STAGES, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
+        found = look_up(cursor, table, width, pinned, SCAN)
+        fetch(cursor, found, i, rows, ring, kv_heads, SLOT, STAGES, WHOLE, BULK, KEY_BITS, VALUE_BITS, DIM, SCAN)
         cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
+        if not BULK:
+            end_group()
+    if not BULK:
+        for _ in range(left, STAGES):  # as many groups as slots, so that it is known which one a slot waits for
+            end_group()
     slot = 0
     phase = 0
 
@@ -254,9 +263,12 @@ def decode_attention(
         whole_lo, most_hi = row_bounds(GROUP * (count - 1), count, end, length, here, SCAN)
 
         for i in range(n):
-            page = look_up(cursor, table, width)
+            found = look_up(cursor, table, width, pinned, SCAN)
             box, rest, bar = places(ring, slot, SLOT, STAGES)
-            wait_for(bar, phase)
+            if BULK:
+                wait_for(bar, phase)
+            else:
+                wait_for_groups(STAGES - 1)
             keys_in = rest if flat(KEY_BITS) else box
             values_in = (rest if flat(VALUE_BITS) else box) + SLOT.values
             score = raw_scores(keys_in, queries, key_constants, KEY_BITS, KEY_LEVELS, TILE, KU, HEADS, mma)
@@ -313,8 +325,12 @@ def decode_attention(
             w = gl.convert_layout(w, B2, assert_trivial=True)
             sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, VALUE_LEVELS, mma)
             if cursor[0] > 0:
-                fetch(cursor, page, slot, rows, ring, kv_heads, SLOT, STAGES, WHOLE, TILE, KEY_BITS, VALUE_BITS, DIM)
+                fetch(
+                    cursor, found, slot, rows, ring, kv_heads, SLOT, STAGES, WHOLE, BULK, KEY_BITS, VALUE_BITS, DIM,
+                    SCAN)  # fmt: skip
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
+            if not BULK:
+                end_group()
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -378,5 +394,5 @@ def decode_attention(
             starts, u_data, u_table, u_lengths, u_size, u_keys, u_values, seqs, tokens, kv_heads,
             first, recent, window, sinks, bias_scale, q_stride, 0, kv_heads * (GROUP * DIM), GROUP, ROWS, DIM, TILE,
             SEQS, CLIP, WINDOW, SINKS, SEVERAL, LOGITS, KEY_OFFSET, VALUE_OFFSET, UNCOMPRESSED, KEY_SCALE, 1, MEMBERS,
-            1, True,
+            1, True, False,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from ....attention.step import Rows
 from ....format.codec import Codec, Format
 from ....storage.pages import Pages
 from ..common.launcher import Launch
-from ..common.target import DECODE_CAPABILITY, capability, multiprocessors
+from ..common.target import DECODE_CAPABILITY, OWN_SHARED, Target, capability, multiprocessors, target_of
 from . import tile_ring
 from .kernel import decode_attention
 from .levels import MINIFLOAT, Levels
@@ -44,7 +44,7 @@ def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> s
     """None if `attend` serves this call, else one sentence that says why not."""
     device, group = pages.data.device, q.shape[1] // pages.kv_heads
     if capability(device) < DECODE_CAPABILITY:
-        return "it needs an NVIDIA GPU of compute capability 9.0 or higher"
+        return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"queries are float16, bfloat16 or float32, got {q.dtype}"
     if precision != "fast":
@@ -54,8 +54,8 @@ def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> s
     most = MAX_JOBS * max_rows(pages.format)
     if not 1 <= q.shape[0] * group <= most * pages.seqs:
         return f"it takes up to {most} queries times heads of a group, got {q.shape[0] * group}"
-    if pages.page_size < 32 or (pages.page_size % 32 and pages.table.shape[1] > 1):
-        return f"pages must be multiples of 32 tokens, or one of at least 32 a sequence, got {pages.page_size}"
+    if pages.page_size != 16 and (pages.page_size < 32 or (pages.page_size % 32 and pages.table.shape[1] > 1)):
+        return f"pages must be of 16 or multiples of 32 tokens, or one of at least 32 a sequence, got {pages.page_size}"
     if scoring.only_uncompressed:
         return "it does not score uncompressed tokens"
     return why_not_format(pages.format)
@@ -126,6 +126,7 @@ def prepare(
     assert levels is not None
     several = not where.single or group > max_rows(format)
     rows, jobs, programs, slots = _plan(pages, tokens, group, several, splits)
+    bulk, tile = _bulk(pages), _tile(pages, rows)
     scattered = q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) < heads * dim
     stride = heads * dim if scattered else q.stride(0)
     ends = ends.contiguous()
@@ -136,7 +137,8 @@ def prepare(
         "GROUP": group,
         "ROWS": rows,
         "DIM": dim,
-        "TILE": _tile(pages, rows),
+        "TILE": tile,
+        "EARLY": target_of(device).bulk,
         "SEQS": max(32, triton.next_power_of_2(seqs)),
         "CLIP": scoring.causal or scoring.recent > 0,
         "WINDOW": scoring.window is not None,
@@ -145,7 +147,7 @@ def prepare(
     }
     cap = scoring.softcap
     multiplier = scoring.multiplier(dim) * math.log2(math.e) * (2 / cap if cap else 1)
-    keys, values, scales = _descriptors(pages, _tile(pages, rows))
+    keys, values, scales = _descriptors(pages, tile) if bulk else (None, None, None)
     layout = format.layout(pages.page_size)
     key_signs, value_signs = _signs(format.key, device), _signs(format.value, device)
 
@@ -179,6 +181,7 @@ def prepare(
         VALUE_LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and pages.key_offset is not None, STAGES=STAGES,
         WHOLE=_whole(pages, rows), KEY_SCALE=key_scale is not None, ALONE=alone,
+        BULK=bulk, PAGES=_pages_of_a_tile(pages, rows),
         **{key: on and (alone or key == "UNCOMPRESSED") for key, on in ends_with.items()}, **flags,
         num_warps=1, maxnreg=_registers(format, rows),
     )  # fmt: skip
@@ -190,7 +193,7 @@ def prepare(
         pages.lengths, ends, where.starts, *raw,
         seqs, tokens, pages.kv_heads, *scan, multiplier, stride, programs, heads * dim,
         KEY_SCALE=key_scale is not None, CHUNK=chunk, HEADS=together, ACROSS=across, ALONE=False, **ends_with, **flags,
-        num_warps=max(across, min(4, together)), launch_pdl=True,
+        num_warps=max(across, min(4, together)), launch_pdl=flags["EARLY"],
     )  # fmt: skip
 
     def run(q: Tensor, workspace: Tensor | None = None, out: Tensor | None = None) -> Partial:
@@ -245,8 +248,8 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
     if several:
         rows = 8 if -(-tokens // pages.seqs) * group <= 8 else max_rows(pages.format)
     jobs = pages.kv_heads * (pages.seqs + (tokens * group // rows if several else 0))
-    most = jobs * pages.table.shape[1] * _page_tiles(pages, rows)
-    units, residents = multiprocessors(pages.data.device), _residents(pages.format, rows)
+    most, device = jobs * _all_tiles(pages, rows), pages.data.device
+    units, residents = multiprocessors(device), _residents(target_of(device), pages.format, rows, _tile(pages, rows))
     while residents > 4 and most < residents * units * residents:  # where tiles are few, fewer programs do less beside
         residents -= 4
     programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
@@ -255,7 +258,7 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
 
 def _seen_tiles(pages: Pages, scoring: Scoring, queries: int, rows: int) -> int:
     """At most, of a job of a sequence with so many queries."""
-    tile, all = _tile(pages, rows), pages.table.shape[1] * _page_tiles(pages, rows)
+    tile, all = _tile(pages, rows), _all_tiles(pages, rows)
     if scoring.window is None:
         return all
     return min(all, 1 + -(-(scoring.window + queries - 2) // tile) + -(-scoring.sinks // tile))
@@ -268,30 +271,60 @@ def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.dev
     return chunk, together, max(2, chunk * dim // 4096) if together == 1 else 1
 
 
+def _bulk(pages: Pages) -> bool:
+    """Whether tiles travel by TMA, which takes 32 tokens or more of a page."""
+    return target_of(pages.data.device).bulk and pages.page_size >= 32
+
+
 def _tile(pages: Pages, rows: int) -> int:
-    """Tokens of a tile: no page boundary inside, and the programs of a multiprocessor fit it with two tiles each."""
-    small = pages.page_size % 64 and pages.table.shape[1] > 1
-    large = pages.format.bytes_per_token > 190 or pages.format.key.bits in (5, 6)  # these keys need many registers
-    return 32 if small or rows > 8 or large else 64
+    """Tokens of a tile: whole pages or a part of one, and the programs of a multiprocessor fit it with two tiles each."""
+    format, target, size = pages.format, target_of(pages.data.device), pages.page_size
+    parted = pages.table.shape[1] > 1 and size % 64 and (_bulk(pages) or 64 % size)
+    large = format.bytes_per_token > 190 or format.key.bits in (5, 6)  # these keys need many registers
+    if parted or rows > 8 or large:
+        return 32
+    return 64 if _fitting(target, format, rows, 64) >= min(8, _wanted(format, rows)) else 32
+
+
+def _pages_of_a_tile(pages: Pages, rows: int) -> int:
+    return max(1, _tile(pages, rows) // pages.page_size) if pages.table.shape[1] > 1 else 1
 
 
 def _page_tiles(pages: Pages, rows: int) -> int:
     return -(-pages.page_size // _tile(pages, rows))
 
 
+def _all_tiles(pages: Pages, rows: int) -> int:
+    """That a sequence can have."""
+    return -(-pages.table.shape[1] * _page_tiles(pages, rows) // _pages_of_a_tile(pages, rows))
+
+
 def _whole(pages: Pages, rows: int) -> int:
     """0: a tile may reach beyond its page. 2: a page of flat rows is a tile, and one copy."""
     tile = _tile(pages, rows)
-    if pages.page_size % tile:
+    if pages.page_size % tile and _pages_of_a_tile(pages, rows) == 1:
         return 0
     flat = tile_ring.flat(pages.format.key.bits) and tile_ring.flat(pages.format.value.bits)
     return 2 if pages.page_size == tile and flat else 1
 
 
-def _residents(format: Format, rows: int) -> int:
-    """Programs that share a multiprocessor: two to four for each of its four parts."""
+def _residents(target: Target, format: Format, rows: int, tile: int) -> int:
+    """Programs that share a multiprocessor: as many for each of its four parts, if shared memory holds their tiles."""
+    residents, most = _wanted(format, rows), _fitting(target, format, rows, tile)
+    return residents if residents <= most else max(1, most // 4 * 4 or most)
+
+
+def _wanted(format: Format, rows: int) -> int:
+    """Programs that help: two to four for each part of a multiprocessor, by registers and by what bounds them."""
     few = format.value.bits == 4 and format.key.dim == 128 and format.key.bits <= 4  # reading bounds these: 8 do
     return 8 if few or _registers(format, rows) > 168 else 16 if _registers(format, rows) <= 128 else 12
+
+
+def _fitting(target: Target, format: Format, rows: int, tile: int) -> int:
+    """Programs whose shared memory a multiprocessor has: their tiles and the parts of their queries."""
+    heads = 4 if rows <= 4 else 8 if rows <= 8 else 16
+    query = 2 * heads * format.key.dim * (2 if format.key.bits > 4 else 1)
+    return target.shared // (STAGES * (tile * format.bytes_per_token + 8) + query + OWN_SHARED)
 
 
 def _registers(format: Format, rows: int) -> int:

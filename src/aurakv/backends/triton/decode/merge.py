@@ -6,7 +6,8 @@ queries are then added to the scores here) and VALUE_OFFSET; if UNCOMPRESSED, th
 16-bit vectors: u_data, pieces of u_size numbers with keys at u_keys and values at u_values, one page a sequence in
 u_table, u_lengths of them.
 Out: out [tokens, heads, DIM] in its dtype, lse_out float32 [tokens, heads], natural logarithm.
-The launcher guarantees: the same programs, scan and SCAN as for `decode_attention`; launched to overlap its end.
+The launcher guarantees: the same programs, scan and SCAN as for `decode_attention`; if EARLY, launched to overlap its
+end.
 """
 
 # mypy: ignore-errors
@@ -30,6 +31,7 @@ def merge_pieces(
     CLIP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SEVERAL: gl.constexpr,
     LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, UNCOMPRESSED: gl.constexpr,
     KEY_SCALE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr, ALONE: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Put the pieces of HEADS rows of a job together, CHUNK at a time, and rotate the results back. ALONE: the end of
     `decode_attention`, whose program has found all of the job: one piece, with its number.
@@ -124,7 +126,7 @@ def merge_pieces(
                 + gl.convert_layout(weight, ROW)[:, None] * b_value
             )
             top = new
-    if not ALONE:
+    if EARLY:
         gdc_wait()
     for i in range(0, count, CHUNK):
         o_row = i + o_piece

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon_slots import table_entry
+from .lane_copies import copy_side_run, meet_lanes
 from .tile_ring import copy, copy_boxes, copy_side, flat, places
 
 
@@ -32,11 +33,12 @@ class Scan(NamedTuple):
     group: int  # query heads of a KV head
     rows: int  # of a job
     held: bool  # how many first tokens are uncompressed differs from sequence to sequence
+    pages: int  # of a tile, if they are smaller
 
 
 @gluon.constexpr_function
-def make_scan(clip, window, sinks, several, tile, group, rows, held):
-    return Scan(clip, window, sinks, several, tile, group, rows, held)
+def make_scan(clip, window, sinks, several, tile, group, rows, held, pages=1):
+    return Scan(clip, window, sinks, several, tile, group, rows, held, pages)
 
 
 @gluon.jit
@@ -132,6 +134,15 @@ def next_entry(entry, width, pinned):
 
 
 @gluon.jit
+def entry_after(entry, width, pinned, SCAN: gl.constexpr):
+    """The first table entry of the tile that follows."""
+    PAGES: gl.constexpr = SCAN.pages
+    for _ in gl.static_range(PAGES):
+        entry = next_entry(entry, width, pinned)
+    return entry
+
+
+@gluon.jit
 def position_of(tile, span, SCAN: gl.constexpr):
     """The tile of the sequence that a job's tile is."""
     if SCAN.sinks:
@@ -141,42 +152,65 @@ def position_of(tile, span, SCAN: gl.constexpr):
 
 
 @gluon.jit
-def enter(tile, width, pinned, page_tiles):
-    """The table entry where a tile of a sequence lies, and the tile inside that page."""
+def enter(tile, width, pinned, page_tiles, SCAN: gl.constexpr):
+    """The (first) table entry where a tile of a sequence lies, and the tile inside that page."""
     page = tile // page_tiles
-    return table_entry(page, width, pinned), tile - page * page_tiles
+    return table_entry(page * SCAN.pages, width, pinned), tile - page * page_tiles
 
 
 @gluon.jit
-def look_up(cursor, table, width):
-    """The page of the tile under the cursor; called well before `fetch` needs it."""
-    return gl.load(table + cursor[1] * width + cursor[5])
+def look_up(cursor, table, width, pinned, SCAN: gl.constexpr):
+    """The pages of the tile under the cursor; called well before `fetch` needs them."""
+    PAGES: gl.constexpr = SCAN.pages
+    entry = cursor[5]
+    pages = (gl.load(table + cursor[1] * width + entry),)
+    for _ in gl.static_range(PAGES - 1):
+        entry = next_entry(entry, width, pinned)
+        page = gl.load(table + cursor[1] * width + entry)
+        pages = pages + (gl.maximum(page, 0),)  # noqa: RUF005 (there may be none behind the last token)
+    return pages
 
 
 @gluon.jit
 def fetch(
-    cursor, page, slot, rows, ring, kv_heads, SLOT: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
-    TILE: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr,
+    cursor, pages, slot, rows, ring, kv_heads, SLOT: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    BULK: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr, SCAN: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of the tile under the cursor into a slot of the ring.
 
     rows: codes, the sizes of a piece and of a page, and where the sides begin, as `decode_attention` has them."""
-    piece = page * kv_heads + cursor[2] // cursor[4][4]
+    TILE: gl.constexpr = SCAN.tile
+    head = cursor[2] // cursor[4][4]
     row = cursor[6] * TILE
+    codes, size, page_size, keys_at, values_at = rows
     box, rest, bar = places(ring, slot, SLOT, STAGES)
-    if SLOT.box > 0:
-        copy_boxes(piece, row, box, rest, bar, SLOT, KEY_BITS, VALUE_BITS, DIM, TILE)
-    if flat(KEY_BITS) or flat(VALUE_BITS):
-        codes, size, page_size, keys_at, values_at = rows
-        count = TILE if WHOLE else gl.minimum(TILE, page_size - row)
-        start = codes + piece.to(gl.int64) * (size * 8)
-        if SLOT.copies == 1:
-            copy(start, SLOT.rest, rest, bar)
-        else:
-            copy_side(start + keys_at * 8, row, count, page_size, rest, rest + SLOT.key_scales, bar, KEY_BITS, DIM)
-            copy_side(
-                start + values_at * 8, row, count, page_size, rest + SLOT.values, rest + SLOT.value_scales, bar,
-                VALUE_BITS, DIM)  # fmt: skip
+    if not BULK:
+        keys_in = rest if flat(KEY_BITS) else box
+        values_in = (rest if flat(VALUE_BITS) else box) + SLOT.values
+        PAGES: gl.constexpr = SCAN.pages
+        RUN: gl.constexpr = TILE // PAGES
+        meet_lanes()
+        for i in gl.static_range(PAGES):
+            start = codes + (pages[i] * kv_heads + head).to(gl.int64) * (size * 8)
+            copy_side_run(
+                start + keys_at * 8, row, page_size, keys_in, rest + SLOT.key_scales, RUN, i, KEY_BITS, DIM, WHOLE)
+            copy_side_run(
+                start + values_at * 8, row, page_size, values_in, rest + SLOT.value_scales, RUN, i, VALUE_BITS, DIM,
+                WHOLE)  # fmt: skip
+    else:
+        piece = pages[0] * kv_heads + head
+        if SLOT.box > 0:
+            copy_boxes(piece, row, box, rest, bar, SLOT, KEY_BITS, VALUE_BITS, DIM, TILE)
+        if flat(KEY_BITS) or flat(VALUE_BITS):
+            count = TILE if WHOLE else gl.minimum(TILE, page_size - row)
+            start = codes + piece.to(gl.int64) * (size * 8)
+            if SLOT.copies == 1:
+                copy(start, SLOT.rest, rest, bar)
+            else:
+                copy_side(start + keys_at * 8, row, count, page_size, rest, rest + SLOT.key_scales, bar, KEY_BITS, DIM)
+                copy_side(
+                    start + values_at * 8, row, count, page_size, rest + SLOT.values, rest + SLOT.value_scales, bar,
+                    VALUE_BITS, DIM)  # fmt: skip
 
 
 @gluon.jit
@@ -212,10 +246,10 @@ def advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN: gl.c
                 job = 0
                 seq, span = next_sequence(seq, span, where[0], where[1], where[2], where[3], scan, SCAN)
             tile = span[0]
-            entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles)
+            entry, inside = enter(position_of(tile, span, SCAN), width, pinned, page_tiles, SCAN)
         elif tile == span[2]:  # from the sinks to the window; a job without sinks begins there
-            entry, inside = enter(tile, width, pinned, page_tiles)
+            entry, inside = enter(tile, width, pinned, page_tiles, SCAN)
         elif inside == page_tiles:
             inside = 0
-            entry = next_entry(entry, width, pinned)
+            entry = entry_after(entry, width, pinned, SCAN)
     return left, seq, job, tile, span, entry, inside

@@ -6,6 +6,8 @@ in lines of 128 bytes whose pieces of 16 it exchanges, so that reads have no ban
 Flat rows, those of 3, 5 and 6 bits, lie as in memory: bulk copies, without padding; a lane reads 32 codes, 12, 20 or 24
 bytes from its neighbour.
 
+GPUs before Hopper have neither: `lane_copies` fills the same ring there.
+
 First come the boxes of all slots (the codes that travel by TMA, keys before values), then the rest of all slots, then
 their barriers. Boxes are multiples of 1024, as exchanging needs it.
 """
@@ -52,9 +54,11 @@ def make_slot(key_bits, value_bits, dim, tile, one):
 
 
 @gluon.constexpr_function
-def _open(slot, stages):
+def _open(slot, stages, bulk):
     """$0: the address of the ring."""
     end = (slot.box + slot.rest) * stages
+    if not bulk:
+        return f"{{ .shared .align 1024 .b8 ring[{-(-end // 128) * 128}];\nmov.u32 $0, ring; }}"
     lines = [f"{{ .shared .align 1024 .b8 ring[{-(-(end + 8 * stages) // 128) * 128}];", ".reg .pred one;"]
     lines += ["elect.sync _|one, 0xffffffff;"]
     lines += [f"@one mbarrier.init.shared::cta.b64 [ring+{end + 8 * i}], {slot.copies};" for i in range(stages)]
@@ -117,9 +121,9 @@ def _copy_boxes(slot, key_bits, value_bits, tile):
 
 
 @gluon.jit
-def open_ring(SLOT: gl.constexpr, STAGES: gl.constexpr):
-    """The address of the ring, its barriers ready. Once for each program."""
-    ASM: gl.constexpr = _open(SLOT, STAGES)
+def open_ring(SLOT: gl.constexpr, STAGES: gl.constexpr, BULK: gl.constexpr):
+    """The address of the ring, if BULK its barriers ready. Once for each program."""
+    ASM: gl.constexpr = _open(SLOT, STAGES, BULK)
     return gl.inline_asm_elementwise(ASM, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
