@@ -28,9 +28,12 @@ def _wait(pending):
 
 
 @gluon.constexpr_function
-def _copies(begin, size, exchanged, guarded):
+def _copies(begin, size, exchanged, aligned, guarded):
     """$1: from; $2: where a part of the slot lies, of which bytes begin … begin + size − 1 are copied; $3: pieces of 16
-    bytes that there are, if guarded. Their lines leave L2 first. What is exchanged lies at multiples of 1024."""
+    bytes that there are, if guarded. Their lines leave L2 first. aligned: $2 shares no bit with where lanes copy to.
+
+    No target is a sum in the end: from a sum of a lane's and a uniform register, ptxas 12.8 makes, where a copy has a
+    hint, an instruction that GPUs refuse as illegal."""
     lines = ["{ .reg .b32 lane, mine, t, left; .reg .b64 from, hint; .reg .pred some;"]
     lines += ["mov.u32 lane, %laneid;", "shl.b32 mine, lane, 4;", "cvt.u64.u32 from, mine;", "add.u64 from, from, $1;"]
     lines += ["createpolicy.fractional.L2::evict_first.b64 hint, 1.0;"]
@@ -40,12 +43,15 @@ def _copies(begin, size, exchanged, guarded):
         lines += ["sub.s32 left, $3, lane;"]
     known = {}
     for at in range(begin, begin + size, LINE):
-        low = swizzled(at) & (LINE - 1) if exchanged else 0
-        if exchanged and begin % LINE:
-            raise ValueError(f"a run that is exchanged begins at a multiple of {LINE} bytes, got {begin}")
+        to = swizzled(at) if exchanged else at
+        low = to & (LINE - 1) if exchanged else 0
         if low not in known:
             known[low] = f"to{len(known)}"
-            lines += [f".reg .b32 {known[low]};", f"xor.b32 t, mine, {low};", f"add.u32 {known[low]}, t, $2;"]
+            lines.append(f".reg .b32 {known[low]};")
+            if aligned:
+                lines.append(f"lop3.b32 {known[low]}, mine, {low}, $2, 0x96;")
+            else:
+                lines += ["add.u32 t, mine, $2;", f"max.s32 {known[low]}, t, 0;"]
         condition = ""
         if guarded:
             lines.append(f"setp.gt.s32 some, left, {(at - begin) // 16};")
@@ -53,8 +59,8 @@ def _copies(begin, size, exchanged, guarded):
         elif begin + size - at < LINE:
             lines.append(f"setp.lt.u32 some, lane, {(begin + size - at) // 16};")
             condition = "@some "
-        to = swizzled(at) - low if exchanged else at
-        lines.append(f"{condition}cp.async.cg.shared.global.L2::cache_hint [{known[low]}+{to}], [from+{at - begin}], 16, hint;")
+        where = f"[{known[low]}+{to - low}], [from+{at - begin}]"
+        lines.append(f"{condition}cp.async.cg.shared.global.L2::cache_hint {where}, 16, hint;")
     return "\n".join([*lines, "mov.b32 $0, 0; }"])
 
 
@@ -79,8 +85,8 @@ def wait_for_groups(PENDING: gl.constexpr):
 
 @gluon.jit
 def copy_run(source, target, pieces, BEGIN: gl.constexpr, SIZE: gl.constexpr, EXCHANGED: gl.constexpr,
-             GUARDED: gl.constexpr):  # fmt: skip
-    ASM: gl.constexpr = _copies(BEGIN, SIZE, EXCHANGED, GUARDED)
+             ALIGNED: gl.constexpr, GUARDED: gl.constexpr):  # fmt: skip
+    ASM: gl.constexpr = _copies(BEGIN, SIZE, EXCHANGED, ALIGNED, GUARDED)
     gl.inline_asm_elementwise(
         ASM, "=r,l,r,r", [source, target, pieces], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
@@ -93,5 +99,6 @@ def copy_side_run(side, row, page_size, codes, scales, RUN: gl.constexpr, NUMBER
     UNITS: gl.constexpr = DIM * BITS // 16
     count = RUN if WHOLE else gl.minimum(RUN, page_size - row)
     copy_run(side + row * UNITS, codes, count * (UNITS // 8), NUMBER * RUN * 2 * UNITS, RUN * 2 * UNITS,
-             not flat(BITS), not WHOLE)  # fmt: skip
-    copy_run(side + page_size * UNITS + row, scales, (count + 7) // 8, NUMBER * RUN * 2, RUN * 2, False, not WHOLE)
+             not flat(BITS), not flat(BITS), not WHOLE)  # fmt: skip
+    copy_run(
+        side + page_size * UNITS + row, scales, (count + 7) // 8, NUMBER * RUN * 2, RUN * 2, False, True, not WHOLE)
