@@ -26,7 +26,7 @@ import triton
 
 from aurakv.backends.triton.append import grids
 from aurakv.backends.triton.append import launch as store
-from aurakv.backends.triton.common import results, specialise
+from aurakv.backends.triton.common import results, specialise, target
 from aurakv.backends.triton.extend import launch as extend
 from aurakv.backends.triton.portable import launch as attention
 from tests.helpers.compile_only import CompileOnly, disassemble, resources
@@ -34,9 +34,10 @@ from tests.helpers.compile_only import CompileOnly, disassemble, resources
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):
     def start(capability):
+        target.assume((capability // 10, capability % 10))
         seen = {}
         for module, names in ((attention, ("attend_kernel", "prepare_kernel")), (results, ("finish_kernel",)),
-                              (extend, ("extend_kernel", "prepare_integers_kernel", "prepare_kernel")),
+                              (extend, ("extend_kernel", "extend_warps_kernel", "prepare_integers_kernel", "prepare_kernel")),
                               (store, ("append_kernel", "append_codes_kernel", "encode_kernel"))):  # fmt: skip
             for name in names:
                 kernel = getattr(module, name)
@@ -55,7 +56,8 @@ def compile_for(monkeypatch, tmp_path):
             yield name, spills
 
     start.report = report
-    return start
+    yield start
+    target.assume(None)
 
 
 def pages_of(name, dim, seqs, tokens, page_size, kv_heads=2):

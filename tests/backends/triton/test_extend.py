@@ -1,4 +1,4 @@
-"""Many queries a sequence on Hopper GPUs, against float64 on the same codes; what the path refuses."""
+"""Many queries a sequence, against float64 on the same codes; what the path refuses."""
 
 import pytest
 import torch
@@ -19,8 +19,7 @@ if triton.knobs.runtime.interpret:
 from aurakv.backends.triton.extend import launch as extend  # noqa: E402
 
 on_gpu = pytest.mark.skipif(
-    backends.why_not("triton", None, "cuda") is not None or torch.cuda.get_device_capability()[0] != 9,
-    reason="needs a Hopper GPU",
+    backends.why_not("triton", None, "cuda") is not None, reason="needs a GPU"
 )
 
 
@@ -204,9 +203,9 @@ def test_says_why_not():
     assert "no arithmetic" in why(make_pages("k8:cubic/v4", 128, 1, 1024, 64, device="cpu"))
     assert "same dim" in why(make_pages("k4v4", 256, 1, 1024, 64, device="cpu"), q=torch.empty(100, 8, 256))
     assert "no arithmetic" in why(make_pages("k4v4:lloyd-max", 128, 1, 1024, 64, device="cpu"))
-    assert "multiples of 64" in why(make_pages("k4v4", 128, 1, 1024, 32, device="cpu"))
+    assert "multiples of 32" in why(make_pages("k4v4", 128, 1, 1024, 16, device="cpu"))
     assert why(make_pages("k4v4", 128, 1, 1000, 0, device="cpu")) is None
     assert "soft cap" in why(scoring=Scoring(softcap=3.0))
     assert "precision" in why(precision="float32")
     assert "many queries" in why(q=torch.empty(16, 8, 128))
-    assert "compute capability 9.x" in extend.why_not_call(q, pages, Scoring(), "fast")
+    assert "compute capability 8.0" in extend.why_not_call(q, pages, Scoring(), "fast")

@@ -1,4 +1,4 @@
-"""Many queries a sequence on Hopper GPUs: which calls extend_kernel serves, and their launch.
+"""Many queries a sequence: which calls the extend kernels serve, that of Hopper and that of other GPUs, and their launch.
 
 Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, or with keys of more than 4 bits as
 two float16 numbers; weights and values are float16, sums are float32.
@@ -23,13 +23,16 @@ from ..common import specialise
 from ..common.arithmetic import integers, poly7_numbers, polynomial
 from ..common.queries import prepare_integers_kernel, prepare_kernel
 from ..common.results import LOG2E, finish
-from ..common.target import capability, multiprocessors
+from ..common.target import DECODE_CAPABILITY, OWN_SHARED, capability, multiprocessors, target_of
 from ..decode.levels import minifloat_step
 from .codes import key_asm, value_asm, wide_asm
 from .kernel import extend_kernel
+from .warps import extend_warps_kernel
 
 ROWS = 128  # of a program
+FEW_ROWS = 64  # of one, if shared memory does not hold two of ROWS
 KEYS = 64  # of a tile
+WARP_KEYS = 32  # of one where warps multiply: more would not find registers
 LEAST_ROWS = 65  # a sequence; fewer are the decode kernel's or the portable kernel's
 MOST_LEVEL = 32768.0  # of values: they are float16 numbers
 DIMS = (64, 128)
@@ -52,21 +55,22 @@ class Arithmetic(NamedTuple):
 def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
     """None if `launch` serves this call, else one sentence that says why not."""
     device = pages.data.device
-    if capability(device)[0] != 9:
-        return "it needs an NVIDIA GPU of compute capability 9.x"
+    if capability(device) < DECODE_CAPABILITY:
+        return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
     return why_not_shape(q, pages, scoring, precision)
 
 
 def why_not_shape(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
-    """The part of why_not_call that does not depend on the device."""
+    """The part of why_not_call that does not depend on whether there is a device."""
     if precision != "fast":
         return f"its precision is 'fast', got {precision!r}"
     if q.shape[0] * q.shape[1] < LEAST_ROWS * pages.seqs * pages.kv_heads or pages.seqs > MAX_SEQS:
         return "it takes many queries of few sequences"
     if scoring.softcap is not None:
         return "it knows no soft cap"
-    if pages.page_size % KEYS and (pages.table.shape[1] > 1 or pages.ring):
-        return f"pages must be multiples of {KEYS} tokens, got {pages.page_size}"
+    keys = _keys(pages.data.device)
+    if pages.page_size % keys and (pages.table.shape[1] > 1 or pages.ring):
+        return f"pages must be multiples of {keys} tokens, got {pages.page_size}"
     return why_not_format(pages.format)
 
 
@@ -172,7 +176,9 @@ def attend(
         )  # fmt: skip
     layout = pages.format.layout(pages.page_size)
     paged = pages.table.shape[1] > 1 or pages.ring
-    extend_kernel[(blocks(tokens, pages.seqs, group, ROWS), pages.kv_heads, chosen)](
+    block, tile = _rows(pages), _keys(q.device)
+    kernel = extend_kernel if _warp_groups(q.device) else extend_warps_kernel
+    kernel[(blocks(tokens, pages.seqs, group, block), pages.kv_heads, chosen)](
         parts,
         factors,
         pages.data.view(torch.int32),
@@ -197,7 +203,7 @@ def attend(
         scoring.first,
         scoring.recent,
         chosen,
-        1 if splits is not None else LEAST_KEYS // KEYS,
+        1 if splits is not None else LEAST_KEYS // tile,
         how.value_step,
         group,
         key.dim,
@@ -210,22 +216,49 @@ def attend(
         scoring.causal,
         scoring.window is not None,
         2 if scoring.only_uncompressed else 1 if scoring.first or scoring.recent else 0,
-        ROWS,
-        KEYS,
+        block,
+        tile,
         num_warps=4,
+        maxnreg=None if kernel is extend_kernel else 255,
     )
     finish(means, sums, value, False, pages.value_offset, sink_logits, out, lse, pages.kv_heads, chosen)
     return Partial(out, lse)
 
 
+def _warp_groups(device: torch.device) -> bool:
+    """Whether the GPU has products of warp groups; later ones than Hopper have others instead."""
+    return capability(device)[0] == 9
+
+
+def _keys(device: torch.device) -> int:
+    """Of a tile."""
+    return KEYS if _warp_groups(device) else WARP_KEYS
+
+
+def _rows(pages: Pages) -> int:
+    """Of a program."""
+    return ROWS if _warp_groups(pages.data.device) or _residents(pages, ROWS) > 1 else FEW_ROWS
+
+
+def _residents(pages: Pages, rows: int) -> int:
+    """Programs that share a multiprocessor, up to two."""
+    if _warp_groups(pages.data.device):
+        return 1
+    dim, part = pages.format.key.dim, _part(pages.format.key).itemsize
+    shared = (2 * rows + WARP_KEYS) * dim * part + WARP_KEYS * dim * 2 + 2 * OWN_SHARED
+    return max(1, min(2, target_of(pages.data.device).shared // shared))
+
+
 def _splits(pages: Pages, tokens: int, heads: int, given: int | None) -> int:
-    """As many as fill the multiprocessors best, one program each; from shapes alone."""
+    """As many as fill the multiprocessors best; from shapes alone."""
     if given is not None:
         return given
+    block = _rows(pages)
     rows = -(-tokens // pages.seqs) * (heads // pages.kv_heads)
-    programs, sms = pages.seqs * -(-rows // ROWS) * pages.kv_heads, multiprocessors(pages.data.device)
+    programs = pages.seqs * -(-rows // block) * pages.kv_heads
+    places = multiprocessors(pages.data.device) * _residents(pages, block)
     most = max(1, min(MAX_SPLITS, pages.table.shape[1] * pages.page_size // LEAST_KEYS))
-    return min(range(1, most + 1), key=lambda n: (-(-programs * n // sms)) / n * (1 + 0.02 * n))
+    return min(range(1, most + 1), key=lambda n: (-(-programs * n // places)) / n * (1 + 0.02 * n))
 
 
 def _sizes(pages: Pages, tokens: int, heads: int, splits: int) -> tuple[int, int, int, int]:
