@@ -6,7 +6,8 @@ Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leav
 triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache; beside them
 stands how long torch takes to sum as many, which nothing is done with but to read them. --rivals also times other
 packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). --baseline measures every row of
-baselines/gpu_decode-h200.json. --capability 8.0 times what an older GPU would run. Rows are added to a file that exists.
+baselines/gpu_decode-h200.json. --capability 8.0 times what such a GPU would run. Rows are added to a file that
+exists.
 """
 
 from __future__ import annotations

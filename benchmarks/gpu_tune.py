@@ -57,9 +57,7 @@ def main() -> None:
             pages = gpu_decode.random_pages(name, args.dim, seqs, kv_heads, tokens, 64)
             own = (
                 launch._registers(pages.format, group),
-                launch._residents(
-                    target.target_of(pages.data.device), pages.format, group, launch._tile(pages, group)
-                ),
+                launch._residents(target.target_of(pages.data.device), pages.format, group, launch._tile(pages, group)),
                 launch._tile(pages, group),
             )
             pairs = zip(args.registers, args.programs, strict=True)

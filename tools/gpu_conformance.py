@@ -4,8 +4,9 @@
         [--done FILE] [NAME …]
 
 Runs the tests that need a GPU, every chosen case in both precisions, and the covering set once. NAMEs choose those
-whose name contains one of them. --capability runs the kernels that a GPU of that capability would. --done keeps the names of what passed in a file and leaves out what it names, so that a
-run goes on where another ended. Ends with a count; exits 1 on a failure.
+whose name contains one of them. --capability runs the kernels that a GPU of that capability would. --done keeps the
+names of what passed in a file and leaves out what it names, so that a run goes on where another ended. Ends with a
+count; exits 1 on a failure.
 """
 
 from __future__ import annotations

@@ -31,13 +31,15 @@ from aurakv.backends.triton.extend import launch as extend
 from aurakv.backends.triton.portable import launch as attention
 from tests.helpers.compile_only import CompileOnly, disassemble, resources
 
+
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):
     def start(capability):
         target.assume((capability // 10, capability % 10))
         seen = {}
         for module, names in ((attention, ("attend_kernel", "prepare_kernel")), (results, ("finish_kernel",)),
-                              (extend, ("extend_kernel", "extend_warps_kernel", "prepare_integers_kernel", "prepare_kernel")),
+                              (extend, ("extend_kernel", "extend_warps_kernel")),
+                              (extend, ("prepare_integers_kernel", "prepare_kernel")),
                               (store, ("append_kernel", "append_codes_kernel", "encode_kernel"))):  # fmt: skip
             for name in names:
                 kernel = getattr(module, name)

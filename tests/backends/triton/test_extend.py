@@ -18,9 +18,7 @@ if triton.knobs.runtime.interpret:
 
 from aurakv.backends.triton.extend import launch as extend  # noqa: E402
 
-on_gpu = pytest.mark.skipif(
-    backends.why_not("triton", None, "cuda") is not None, reason="needs a GPU"
-)
+on_gpu = pytest.mark.skipif(backends.why_not("triton", None, "cuda") is not None, reason="needs a GPU")
 
 
 def make_pages(name, dim, seqs, tokens, page_size, kv_heads=2, device="cuda", ring=False, pinned=0):

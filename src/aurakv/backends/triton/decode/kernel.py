@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..common.gluon_names import meet
 from .keys import both_parts, load_plane, query_planes, raw_scores, split_query
+from .lane_copies import end_group, wait_for_groups
 from .layouts import key_half_layout, key_layout, weight_layout
 from .merge import merge_pieces
 from .primitives import by_half, finite, hadamard, lane_constant, prefetch
@@ -53,7 +54,6 @@ from .schedule import (
     span_of,
     split_pieces,
 )
-from .lane_copies import end_group, wait_for_groups
 from .tile_ring import flat, make_slot, open_ring, places, prefetch_descriptors, wait_for
 from .values import add_values, coordinates, empty_sums, output, scaled_weights, times
 

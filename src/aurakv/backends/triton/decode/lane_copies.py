@@ -1,8 +1,8 @@
 """Tiles that travel without TMA: every lane copies 16 bytes at a time into the ring, past the registers (cp.async).
 
 The ring and its slots are those of `tile_ring`, with the same exchange of 16-byte pieces, but no barriers: the copies
-of a tile are a group of each lane, and groups end in the order in which they began. A tile may consist of several pages,
-a run of tokens each.
+of a tile are a group of each lane, and groups end in the order in which they began. A tile may consist of several
+pages, a run of tokens each.
 """
 
 # mypy: ignore-errors
@@ -101,4 +101,5 @@ def copy_side_run(side, row, page_size, codes, scales, RUN: gl.constexpr, NUMBER
     copy_run(side + row * UNITS, codes, count * (UNITS // 8), NUMBER * RUN * 2 * UNITS, RUN * 2 * UNITS,
              not flat(BITS), not flat(BITS), not WHOLE)  # fmt: skip
     copy_run(
-        side + page_size * UNITS + row, scales, (count + 7) // 8, NUMBER * RUN * 2, RUN * 2, False, True, not WHOLE)
+        side + page_size * UNITS + row, scales, (count + 7) // 8, NUMBER * RUN * 2, RUN * 2, False, True, not WHOLE
+    )

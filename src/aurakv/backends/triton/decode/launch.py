@@ -183,7 +183,7 @@ def prepare(
         WHOLE=_whole(pages, rows), KEY_SCALE=key_scale is not None, ALONE=alone,
         BULK=bulk, PAGES=_pages_of_a_tile(pages, rows),
         **{key: on and (alone or key == "UNCOMPRESSED") for key, on in ends_with.items()}, **flags,
-        num_warps=1, maxnreg=_registers(format, rows),
+        num_warps=1, maxnreg=_registers_of(target_of(device), format, rows, tile),
     )  # fmt: skip
     size = slots * rows * (dim + 1) * 4
     chunk, together, across = _merge_plan(jobs, rows, programs, dim, device)
@@ -277,7 +277,7 @@ def _bulk(pages: Pages) -> bool:
 
 
 def _tile(pages: Pages, rows: int) -> int:
-    """Tokens of a tile: whole pages or a part of one, and the programs of a multiprocessor fit it with two tiles each."""
+    """Tokens of a tile: whole pages or a part of one; the programs of a multiprocessor fit it with two tiles each."""
     format, target, size = pages.format, target_of(pages.data.device), pages.page_size
     parted = pages.table.shape[1] > 1 and size % 64 and (_bulk(pages) or 64 % size)
     large = format.bytes_per_token > 190 or format.key.bits in (5, 6)  # these keys need many registers
@@ -309,9 +309,19 @@ def _whole(pages: Pages, rows: int) -> int:
 
 
 def _residents(target: Target, format: Format, rows: int, tile: int) -> int:
-    """Programs that share a multiprocessor: as many for each of its four parts, if shared memory holds their tiles."""
+    """Programs that share a multiprocessor: as many for each of its four parts, if shared memory holds their tiles.
+
+    Of 4 to 8, 6 were faster than 5 or 4, and 8 of which 7 fit faster than 6 (docs/lab/gpu.md)."""
     residents, most = _wanted(format, rows), _fitting(target, format, rows, tile)
-    return residents if residents <= most else max(1, most // 4 * 4 or most)
+    if residents <= most or (residents, most) == (8, 7):
+        return residents
+    return most // 4 * 4 if most >= 8 else most // 2 * 2 if most >= 4 else max(1, most)
+
+
+def _registers_of(target: Target, format: Format, rows: int, tile: int) -> int:
+    """Of a thread: more, where shared memory leaves room for fewer programs than would help."""
+    fewer = _residents(target, format, rows, tile) < _wanted(format, rows)
+    return 255 if fewer else _registers(format, rows)
 
 
 def _wanted(format: Format, rows: int) -> int:

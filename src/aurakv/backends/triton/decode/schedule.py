@@ -193,7 +193,8 @@ def fetch(
         for i in gl.static_range(PAGES):
             start = codes + (pages[i] * kv_heads + head).to(gl.int64) * (size * 8)
             copy_side_run(
-                start + keys_at * 8, row, page_size, keys_in, rest + SLOT.key_scales, RUN, i, KEY_BITS, DIM, WHOLE)
+                start + keys_at * 8, row, page_size, keys_in, rest + SLOT.key_scales, RUN, i, KEY_BITS, DIM, WHOLE
+            )
             copy_side_run(
                 start + values_at * 8, row, page_size, values_in, rest + SLOT.value_scales, RUN, i, VALUE_BITS, DIM,
                 WHOLE)  # fmt: skip

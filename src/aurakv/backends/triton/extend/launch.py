@@ -1,4 +1,4 @@
-"""Many queries a sequence: which calls the extend kernels serve, that of Hopper and that of other GPUs, and their launch.
+"""Many queries a sequence: which calls the extend kernels serve, Hopper's and that of other GPUs, and their launch.
 
 Accuracy ("fast" precision): queries enter the scores as 16-bit integers per head, or with keys of more than 4 bits as
 two float16 numbers; weights and values are float16, sums are float32.
