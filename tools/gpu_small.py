@@ -4,6 +4,8 @@ PYTHONPATH=src compute-sanitizer --tool memcheck python tools/gpu_small.py
 PYTHONPATH=src compute-sanitizer --tool racecheck python tools/gpu_small.py
 PYTHONPATH=src compute-sanitizer --tool racecheck python tools/gpu_small.py --control
 
+--capability 8.0 runs the kernels that such a GPU would.
+
 racecheck finds nothing but hazards between the words through which Triton hands a warp group its task and arguments, in
 `extend_kernel`. They lie on both sides of a barrier of all warps; racecheck seems to count how many barriers a warp has
 passed, and the first warps have passed some of their own. The control shows that without anything of ours, in kernels
@@ -21,6 +23,7 @@ from triton.experimental.gluon import language as gl
 
 import aurakv as kv
 from aurakv.attention import ops
+from aurakv.backends.triton.common import target
 from aurakv.backends.triton.common.gluon_names import meet
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
@@ -30,6 +33,8 @@ RUNS = [
     ("k4v4", 128, 64, 1, {}),
     ("k4/v4:minifloat", 64, 64, 1, {"scoring": kv.Scoring(window=100, sinks=4)}),
     ("k3v3", 128, 64, 1, {}),
+    ("k3v4", 128, 16, 1, {}),
+    ("k4v4", 128, 16, 4, {"scoring": kv.Scoring(window=100, sinks=4)}),
     ("k3/v3:minifloat", 128, 300, 1, {}),
     ("k2v2", 128, 64, 4, {}),
     ("k2/v2:uniform", 128, 64, 1, {"scoring": kv.Scoring(window=20, sinks=4)}),  # one launch
@@ -122,4 +127,8 @@ def main() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--control", action="store_true", help="only what Triton does by itself")
-    control() if parser.parse_args().control else main()
+    parser.add_argument("--capability", help="kernels as on such a GPU, for example 8.0")
+    args = parser.parse_args()
+    if args.capability:
+        target.assume(target.parsed(args.capability))
+    control() if args.control else main()

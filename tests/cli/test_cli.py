@@ -399,6 +399,9 @@ def test_bench(answer, tmp_path):
             assert row["GB/s"] == pytest.approx(size / row["us"] / 1e3, abs=0.06)
             assert row["of read bandwidth"] == pytest.approx(row["GB/s"] * 1e9 / found["bandwidth"], abs=0.001)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    slowest = next(row for row in found["rows"] if (row["tokens"], row["method"]) == (200, "k2v2"))
+    assert found["line"].startswith(f"aurakv {aurakv.__version__}, torch {torch.__version__}")
+    assert found["line"].endswith(f"; k2v2 {slowest['us']:.1f} µs ×{slowest['times bf16']}")
 
 
 def test_bench_times_nothing_wrong(refused, monkeypatch):

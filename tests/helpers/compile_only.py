@@ -93,3 +93,27 @@ def resources(cubin: bytes, directory: Path) -> tuple[int, int, int]:
                 bodies.append(body)
     main = min(bodies, key=len, default=[])
     return int(registers), int(stack), sum(" LDL" in " " + text or " STL" in " " + text for text in main)
+
+
+def main_loop(sass: str) -> tuple[list[str], list[int]]:
+    """All instructions, and the numbers of those that a usual turn of the loop over tiles runs.
+
+    The loop is the shortest backward jump over as many products as any. What a jump forward leaves out and that has
+    neither products nor copies is rare: masks, larger weights than before, the next sequence."""
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)
+    where = {int(address, 16): i for i, (address, _) in enumerate(found)}
+    code = [text for _, text in found]
+
+    def target(i: int) -> int:
+        jump = re.search(r"BRA(?:\.U)?\s+(?:!?U?P\w+,\s*)?`?\(?0x([0-9a-f]+)", code[i])
+        return where.get(int(jump[1], 16), i) if jump else i
+
+    loops = [range(target(i), i + 1) for i in range(len(code)) if target(i) < i]
+    loop = min(loops, key=lambda loop: (-sum("MMA" in code[i] for i in loop), len(loop)))
+    usual, i = [], loop.start
+    while i < loop.stop:
+        usual.append(i)
+        skipped = range(i + 1, min(target(i), loop.stop))
+        rare = not any(re.search(r"MMA|LDGSTS|UTMALDG|UBLKCP", code[j]) for j in skipped)
+        i = skipped.stop if len(skipped) and rare else i + 1
+    return code, usual

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..errors import CapacityError, InputError
 from . import arguments, loading
 from .screen import Screen, bytes_text, counted, time_text
@@ -103,7 +104,26 @@ def run(args: argparse.Namespace) -> None:
         [(f"{r['tokens']:,}", r["method"], time_text(r["us"] / 1e6), r.get("GB/s", ""),
           f"{r['of read bandwidth']:.0%}" if "GB/s" in r else "", r.get("times bf16", "")) for r in rows],
     )  # fmt: skip
+    line = _line(facts, speed, about, rows)
+    screen.say(f"to send us, or to compare: {line}")
     if args.plot is not None:
         plot.growth(rows, f"A decode call on {facts['device'].split(',')[0]}: {about}", args.plot)
         screen.say(f"picture: {args.plot}")
-    screen.result({**facts, "bandwidth": speed, "rows": rows, "plot": None if args.plot is None else str(args.plot)})
+    screen.result(
+        {**facts, "bandwidth": speed, "rows": rows, "line": line, "plot": None if args.plot is None else str(args.plot)}
+    )
+
+
+def _line(facts: dict[str, Any], speed: float, about: str, rows: list[dict[str, Any]]) -> str:
+    """The machine and what the largest number of tokens took on it, in one line."""
+    versions = ", ".join(
+        f"{name} {facts['versions'][name]}" for name in ("torch", "triton") if name in facts["versions"]
+    )
+    most = max(row["tokens"] for row in rows)
+    times = [
+        f"{row['method']} {row['us']:.1f} µs" + (f" ×{row['times bf16']}" if row.get("times bf16") else "")
+        for row in rows
+        if row["tokens"] == most
+    ]
+    where = f"aurakv {__version__}, {versions}; {facts['device']}, reads {speed / 1e9:,.0f} GB/s"
+    return f"{where}; {about}, {most:,} tokens: {'; '.join(times)}"

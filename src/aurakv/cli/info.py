@@ -19,7 +19,8 @@ def add(subparsers: Any) -> None:
         "info",
         run,
         "show devices, backends and versions",
-        "For each device: the backends, best first, and one sentence for each that cannot run there.",
+        "For each device: the backends, best first, and one sentence for each that cannot run there;\n"
+        "on a GPU also which kernels it gets.",
         ["aurakv info", "aurakv info --json  # for a bug report"],
     )
 
@@ -36,8 +37,8 @@ def run(args: argparse.Namespace) -> None:
         memory = "" if row["memory"] is None else f", {bytes_text(row['memory'])} of memory"
         screen.table(
             f"{row['device']}: {row['name']}{memory}",
-            ["backend", "", "why not"],
-            [(name, "" if why else "chosen" if name == row["chosen"] else "runs", why or row["slower"].get(name, ""))
+            ["backend", "", "why not, or how"],
+            [(name, "" if why else "chosen" if name == row["chosen"] else "runs", why or row["paths"].get(name, ""))
              for name, why in row["backends"].items()],
         )  # fmt: skip
     screen.table("versions", ["package", "version"], [(name, v or "not installed") for name, v in versions.items()])
@@ -50,12 +51,12 @@ def _device(device: torch.device) -> dict[str, Any]:
     from ..backends.triton import backend as triton
     from ..bench import machine
 
-    reason = triton.slower(device) if backends.why_not("triton", None, device) is None else None
+    runs = backends.why_not("triton", None, device) is None
     return {
         "device": str(device),
         "name": machine.device_name(device),
         "memory": machine.memory(device),
         "chosen": backends.select(None, None, device).name,
         "backends": {name: backends.why_not(name, None, device) for name in backends.names()},
-        "slower": {} if reason is None else {"triton": reason},
+        "paths": {"triton": triton.path(device)} if runs else {},
     }

@@ -113,7 +113,7 @@ def compile_decode(
     fixed |= {"KEY_BITS": key.bits, "VALUE_BITS": value.bits}
     fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": 0 if several else 2}
     fixed |= {"KEY_SCALE": several, "ALONE": alone, "LOGITS": alone, "KEY_OFFSET": alone and not several}
-    fixed |= {"VALUE_OFFSET": alone, "UNCOMPRESSED": alone and not several}
+    fixed |= {"VALUE_OFFSET": alone, "UNCOMPRESSED": alone and not several, "BULK": True, "EARLY": True, "PAGES": 1}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
     both = 2 if key.bits == value.bits and not tile_ring.flat(key.bits) else 1
 
@@ -223,7 +223,7 @@ def test_merge_compiles(together: int, several: bool) -> None:
     }
     fixed |= {"SEVERAL": several, "LOGITS": several, "KEY_OFFSET": several, "VALUE_OFFSET": several, "CHUNK": 32}
     fixed |= {"HEADS": together, "ACROSS": across, "UNCOMPRESSED": not several, "KEY_SCALE": not several}
-    fixed |= {"ALONE": False}
+    fixed |= {"ALONE": False, "EARLY": True}
     floats = ("pieces", "lses", "lse_out", "sink_logits", "signs", "key_offset", "value_offset", "key_scale")
     types = {
         **dict.fromkeys(floats, "*fp32"),

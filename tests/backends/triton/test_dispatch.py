@@ -37,14 +37,17 @@ def test_a_triton_without_gluon_is_told(monkeypatch):
     assert "Gluon" in target.why_no_gluon()
     monkeypatch.setattr(dispatch, "why_no_gluon_paths", target.why_no_gluon)
     assert dispatch.decode_path() is None
-    sentence = backend.slower(torch.device("cpu"))
-    assert sentence is not None
+    sentence = backend.path(torch.device("cpu"))
     assert sentence.startswith("with the portable kernels only: this Triton has no Gluon")
 
 
-def test_older_gpus_are_told(monkeypatch):
+@pytest.mark.parametrize(("chosen", "way"), [("8.0", "16 bytes"), ("8.9", "16 bytes"), ("9.0", "TMA"), ("12.0", "TMA")])
+def test_what_a_gpu_gets_is_told(monkeypatch, chosen, way):
     monkeypatch.setattr(dispatch, "why_no_gluon_paths", lambda: None)
-    monkeypatch.setattr(target, "capability", lambda device: (8, 6))
-    assert "compute capability 9.0, got 8.6" in (backend.slower(torch.device("cuda")) or "")
-    monkeypatch.setattr(target, "capability", lambda device: (9, 0))
-    assert backend.slower(torch.device("cuda")) is None
+    target.assume(target.parsed(chosen))
+    try:
+        sentence = backend.path(torch.device("cuda"))
+        assert way in sentence.split("(")[0]
+        assert sentence.endswith("products of warp groups") == (chosen == "9.0")
+    finally:
+        target.assume(None)

@@ -1,6 +1,6 @@
 """NVIDIA GPUs, in Triton. Importing this imports no triton and starts no CUDA.
 
-Products of codes run in float16 with float32 sums (on Hopper those of keys of up to 4 bits in int8), or in float32 with
+Products of codes run in float16 with float32 sums (those of keys of up to 4 bits mostly in int8), or in float32 with
 precision="float32"; float64 arguments are computed in float32. With TRITON_INTERPRET=1 set before triton is first
 imported, the kernels run on the CPU: slowly, for tests.
 """
@@ -59,15 +59,17 @@ def why_not(format: Format | None, device: torch.device) -> str | None:
     return _why_not_cuda(device)
 
 
-def slower(device: torch.device) -> str | None:
-    """Why a device on which this backend runs takes the portable kernels only, in one sentence; None: it does not."""
-    from .common.target import DECODE_CAPABILITY, capability
+def path(device: torch.device) -> str:
+    """Which kernels a device gets on which this backend runs, and why, in one sentence."""
+    from .common.target import target_of, warp_groups
     from .dispatch import why_no_gluon_paths
 
     reason = why_no_gluon_paths()
-    if reason is None and capability(device) < DECODE_CAPABILITY:
-        reason = "the decode kernel needs compute capability 9.0, got {}.{}".format(*capability(device))
-    return None if reason is None else f"with the portable kernels only: {reason}"
+    if reason is not None:
+        return f"with the portable kernels only: {reason}"
+    copies = "TMA" if target_of(device).bulk else "copies of 16 bytes (TMA needs compute capability 9.0)"
+    groups = "warp groups" if warp_groups(device) else "single warps (those of warp groups are for 9.x)"
+    return f"decode kernel, with tiles by {copies}; for many queries the kernel with products of {groups}"
 
 
 def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:

@@ -61,6 +61,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def warp_groups(device: torch.device) -> bool:
+    """Whether there are products of warp groups; later GPUs than Hopper have others instead."""
+    return capability(device)[0] == 9
+
+
 def target_of(device: torch.device) -> Target:
     return target(capability(device))
 

@@ -319,9 +319,9 @@ def _residents(target: Target, format: Format, rows: int, tile: int) -> int:
 
 
 def _registers_of(target: Target, format: Format, rows: int, tile: int) -> int:
-    """Of a thread: more, where shared memory leaves room for fewer programs than would help."""
+    """Of a thread: more for wide keys, where shared memory leaves room for fewer programs than would help."""
     fewer = _residents(target, format, rows, tile) < _wanted(format, rows)
-    return 255 if fewer else _registers(format, rows)
+    return 255 if fewer and format.key.bits > 4 and rows <= 4 else _registers(format, rows)
 
 
 def _wanted(format: Format, rows: int) -> int:

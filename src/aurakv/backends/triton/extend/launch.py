@@ -23,7 +23,7 @@ from ..common import specialise
 from ..common.arithmetic import integers, poly7_numbers, polynomial
 from ..common.queries import prepare_integers_kernel, prepare_kernel
 from ..common.results import LOG2E, finish
-from ..common.target import DECODE_CAPABILITY, OWN_SHARED, capability, multiprocessors, target_of
+from ..common.target import DECODE_CAPABILITY, OWN_SHARED, capability, multiprocessors, target_of, warp_groups
 from ..decode.levels import minifloat_step
 from .codes import key_asm, value_asm, wide_asm
 from .kernel import extend_kernel
@@ -177,7 +177,7 @@ def attend(
     layout = pages.format.layout(pages.page_size)
     paged = pages.table.shape[1] > 1 or pages.ring
     block, tile = _rows(pages), _keys(q.device)
-    kernel = extend_kernel if _warp_groups(q.device) else extend_warps_kernel
+    kernel = extend_kernel if warp_groups(q.device) else extend_warps_kernel
     kernel[(blocks(tokens, pages.seqs, group, block), pages.kv_heads, chosen)](
         parts,
         factors,
@@ -225,24 +225,19 @@ def attend(
     return Partial(out, lse)
 
 
-def _warp_groups(device: torch.device) -> bool:
-    """Whether the GPU has products of warp groups; later ones than Hopper have others instead."""
-    return capability(device)[0] == 9
-
-
 def _keys(device: torch.device) -> int:
     """Of a tile."""
-    return KEYS if _warp_groups(device) else WARP_KEYS
+    return KEYS if warp_groups(device) else WARP_KEYS
 
 
 def _rows(pages: Pages) -> int:
     """Of a program."""
-    return ROWS if _warp_groups(pages.data.device) or _residents(pages, ROWS) > 1 else FEW_ROWS
+    return ROWS if warp_groups(pages.data.device) or _residents(pages, ROWS) > 1 else FEW_ROWS
 
 
 def _residents(pages: Pages, rows: int) -> int:
     """Programs that share a multiprocessor, up to two."""
-    if _warp_groups(pages.data.device):
+    if warp_groups(pages.data.device):
         return 1
     dim, part = pages.format.key.dim, _part(pages.format.key).itemsize
     shared = (2 * rows + WARP_KEYS) * dim * part + WARP_KEYS * dim * 2 + 2 * OWN_SHARED

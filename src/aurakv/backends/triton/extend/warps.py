@@ -28,7 +28,8 @@ from .kernel import (
     tiles_of,
     whole_tiles,
 )
-from .tiles import LEAST_EXPONENT, find_page, load_keys, load_values, store_keys, store_values, tile_start
+from .codes import codes_layout, load_codes
+from .tiles import LEAST_EXPONENT, find_page, find_piece, store_keys, store_values, tile_start
 
 
 @gluon.jit
@@ -73,12 +74,61 @@ def add_values(weights, s_values, acc, KEYS: gl.constexpr):
         return mma_v2(gl.convert_layout(weights, A, assert_trivial=True), s_values.load(B), acc)
 
 
+@gluon.constexpr_function
+def _times(count):
+    """$0 …: count sums of two rows of a thread, in place, times $2·count …, unless that is 1 for all rows of the warp."""
+    factors = [f"${2 * count + i}" for i in range(count)]
+    lines = ["{ .reg .pred some;", f"setp.neu.f32 some, {factors[0]}, 0f3F800000;"]
+    lines += [f"setp.neu.or.f32 some, {factors[2]}, 0f3F800000, some;"]  # elements 0 and 1 of a row, 2 and 3 of another
+    lines += ["vote.sync.any.pred some, some, 0xffffffff;", "@!some bra.uni same;"]
+    lines += [f"mul.rn.f32 ${i}, ${i}, {factors[i]};" for i in range(count)]
+    return "\n".join([*lines, "same: }"])
+
+
+@gluon.constexpr_function
+def _times_operands(count):
+    return ",".join([*["=r"] * count, *map(str, range(count)), *["r"] * count])
+
+
 @gluon.jit
-def load_tile(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
-    """Codes and scales of the i-th tile, which lies in `page`, and the next tile's page."""
-    keys, key_scale, _ = load_keys(words, halves, place, at, tiles, i, page, CODES)
-    values, row_scale, lane_scale, page = load_values(words, halves, place, at, tiles, i, page, CODES)
-    return keys, key_scale, values, row_scale, lane_scale, page
+def rescale(acc, factor):
+    """acc [rows, DIM] times factor [rows]; seldom anything but 1, which a warp then leaves out."""
+    COUNT: gl.constexpr = acc.shape[1] // 2  # sums of a thread in 16 rows
+    return gl.inline_asm_elementwise(
+        _times(COUNT), _times_operands(COUNT), [acc, factor[:, None]], dtype=gl.float32, is_pure=False, pack=COUNT
+    )
+
+
+@gluon.jit
+def load_side(words, codes, p_scale, row, KEYS: gl.constexpr, LANES: gl.constexpr, BITS: gl.constexpr):
+    """Codes of a tile, of which those of its page begin at word `codes`, and where its scales are."""
+    return load_codes(words, gl.multiple_of(codes + row * (LANES * BITS), 4), KEYS, LANES, BITS), p_scale + row
+
+
+@gluon.jit
+def load_tile(words, halves, place, at, t, page, CODES: gl.constexpr):
+    """Codes and scales of the tile that begins with key t and lies in `page`: of keys; of values, whose scales come by
+    row of the decoder and by lane of every warp."""
+    KEYS: gl.constexpr = CODES[2]
+    LANES: gl.constexpr = CODES[3]
+    page_bytes, key_codes, key_scales, value_codes, value_scales = at
+    piece, row = find_piece(place, page, t, page_bytes, CODES)
+    keys, p_key = load_side(
+        words, (piece + key_codes) // 4, halves + (piece + key_scales) // 2, row, KEYS, LANES, CODES[4]
+    )
+    values, p_value = load_side(
+        words, (piece + value_codes) // 4, halves + (piece + value_scales) // 2, row, KEYS, LANES, CODES[5]
+    )
+    key_scale = gl.load(p_key + gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    row_scale = gl.load(p_value + gl.arange(0, KEYS, layout=gl.SliceLayout(1, codes_layout(KEYS, LANES, 1))))
+    lane_scale = gl.load(p_value + gl.arange(0, KEYS, layout=gl.BlockedLayout([KEYS // 32], [32], [4], [0])))
+    return keys, key_scale, values, row_scale, lane_scale
+
+
+@gluon.jit
+def lane_sums(p):
+    """Of weights [rows, KEYS] those of each thread: [rows, 4]."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -86,14 +136,16 @@ def add_tile(
     i, state, loaded, factor, queries, shared, words, halves, place, at, tiles, length, step, rule,
     KEY: gl.constexpr, VALUE: gl.constexpr, CODES: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Decode the i-th tile, whose codes were read, and attend to it; its successor's codes are read meanwhile."""
+    """Decode the i-th tile, whose codes were read, and attend to it; its successor's codes are read meanwhile.
+
+    loaded: `load_tile`, the first key of this tile and of the next one, and the page of that."""
     KEYS: gl.constexpr = CODES[2]
     acc, top, total, damaged, unit = state
     s_keys, b_keys, s_values, b_values, s_scales = shared
     SUMS: gl.constexpr = acc.type.layout
     COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
-    keys, key_scale, values, row_scale, lane_scale, page = loaded
-    known = length - tile_start(i, tiles, KEYS)
+    keys, key_scale, values, row_scale, lane_scale, t, next_t, page = loaded
+    known = length - t
     size = gl.where(gl.arange(0, KEYS, layout=lane_scale.type.layout) < known, gl.abs(lane_scale.to(gl.float32)), 0.0)
     good = size < float("inf")
     new_unit = gl.maximum(unit, gl.max(gl.where(good, size, 0.0).to(gl.int32, bitcast=True), 0) >> 23)
@@ -102,7 +154,9 @@ def add_tile(
     store_keys(keys, key_scale, s_keys, s_scales, KEY, CODES)
     store_values(values, row_scale, known, new_unit, step, s_values, VALUE, CODES)
     meet()
-    loaded = load_tile(words, halves, place, at, tiles, i + 1, page, CODES)
+    later_t = tile_start(i + 2, tiles, KEYS)
+    loaded = load_tile(words, halves, place, at, next_t, page, CODES)
+    loaded = loaded + (next_t, later_t, find_page(place, later_t, CODES))  # noqa: RUF005
 
     s = raw_scores(queries, b_keys, SUMS, acc.shape[0], KEYS) * s_scales.load(COLUMN)[None, :]
     if MASKED:
@@ -112,8 +166,8 @@ def add_tile(
     base = gl.where(new_top == float("-inf"), 0.0, new_top) - HEADROOM
     decay = gl.where(top == float("-inf"), 0.0, gl.exp2(top - new_top))
     p = gl.exp2(s * factor[:, None] - base[:, None])
-    total = total * decay + gl.sum(p, 1)
-    acc = acc * (decay * ((127 + unit - new_unit) << 23).to(gl.float32, bitcast=True))[:, None]
+    total = total * gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))[:, None] + lane_sums(p)
+    acc = rescale(acc, decay * ((127 + unit - new_unit) << 23).to(gl.float32, bitcast=True))
     acc = add_values(p.to(gl.float16), b_values, acc, KEYS)
     damaged = find_damage(i, damaged, bad, halves, place, at, tiles, rule, COLUMN, CODES, MASK, MASKED)
     return (acc, new_top, total, damaged, new_unit), loaded
@@ -215,8 +269,9 @@ def extend_warps_kernel(
     o_out = (i_from + o_row // G).to(gl.int64) * (kv_heads * G) + i_head * G + o_row % G
     rule = (first_query + o_row // G, window, sinks, first, recent, a_start, a_stop, b_start, b_stop)
     if tiles[2] > 0:
-        page = find_page(place, tile_start(0, tiles, KEYS), CODES)
-        loaded = load_tile(words, halves, place, at, tiles, 0, page, CODES)
+        t, next_t = tile_start(0, tiles, KEYS), tile_start(1, tiles, KEYS)
+        loaded = load_tile(words, halves, place, at, t, find_page(place, t, CODES), CODES)
+        loaded = loaded + (t, next_t, find_page(place, next_t, CODES))  # noqa: RUF005
         queries = (s_queries.index(0), s_queries.index(1))
         EACH: gl.constexpr = 8 if WIDE else 16  # coordinates of a thread: 16 bytes
         LOAD: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // DIM, DIM // EACH], [4, 1], [1, 0])
@@ -230,7 +285,7 @@ def extend_warps_kernel(
         state = (
             gl.zeros([ROWS, DIM], gl.float32, SUMS),
             gl.full([ROWS], float("-inf"), gl.float32, ROW_OF),
-            gl.zeros([ROWS], gl.float32, ROW_OF),
+            lane_sums(gl.zeros([ROWS, KEYS], gl.float32, SUMS)),
             gl.zeros([ROWS], gl.int32, ROW_OF),
             length * 0 + LEAST_EXPONENT,
         )
@@ -243,6 +298,7 @@ def extend_warps_kernel(
                 i, state, loaded, factor, queries, shared, words, halves, place, at, tiles, length, step, rule,
                 KEY, VALUE, CODES, MASK, True)  # fmt: skip
         acc, top, total, damaged, unit = state
+        total = gl.convert_layout(gl.sum(total, 1), ROW_OF)
         scale = 1.0 / gl.where(total == 0, 1.0, total) * ((unit + 1) << 23).to(gl.float32, bitcast=True)
         scale = gl.where(damaged > 0, float("nan"), scale)
         mean = in_planes(acc * scale[:, None], ORDER)

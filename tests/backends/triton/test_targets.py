@@ -1,0 +1,151 @@
+"""The decode and extend kernels compiled for each kind of GPU, exactly as their launchers would, without a GPU: what
+they need fits, they do not spill, and tiles travel as that GPU can. Run with -s to see the figures."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from aurakv.attention.scoring import Scoring
+from aurakv.attention.step import Rows
+from aurakv.backends.triton.common import results, target
+from aurakv.backends.triton.decode import launch as decode
+from aurakv.backends.triton.extend import launch as extend
+from aurakv.checks import rows_of
+from aurakv.format.codec import Format
+from aurakv.storage.pages import Pages, allocate
+from tests.helpers.compile_only import CompileOnly, disassemble, main_loop
+
+CAPABILITIES = [80, 86, 89, 90, 100, 120]
+OWN = 1024  # bytes of shared memory that the system takes for a program
+KIBIBYTES = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # of a multiprocessor
+FORMATS = ["k4v4", "k4/v4:minifloat", "k3v3", "k2v2", "k8v4", "k8v8", "k5v4", "k6v6", "k4v5"]
+
+
+def make_pages(name: str, dim: int, tokens: int, page_size: int) -> Pages:
+    format, width = Format.parse(name, dim), -(-tokens // page_size)
+    return Pages(
+        format, page_size, allocate(format, page_size, width, 8, torch.device("cpu")),
+        torch.zeros(1, width, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Compiles for a capability what a call would launch: {kernel: (compiled, warps)}."""
+    kernels = [(decode, "decode_attention"), (decode, "merge_pieces"), (extend, "extend_kernel"),
+               (extend, "extend_warps_kernel"), (extend, "prepare_kernel"), (extend, "prepare_integers_kernel"),
+               (results, "finish_kernel")]  # fmt: skip
+    kernels = [(module, name, getattr(module, name)) for module, name in kernels]
+
+    def compile(capability, run):
+        target.assume((capability // 10, capability % 10))
+        seen = {}
+        for module, name, kernel in kernels:
+            monkeypatch.setattr(module, name, CompileOnly(kernel, capability, seen))
+        for module in (decode, extend):
+            monkeypatch.setattr(module, "multiprocessors", lambda device: 108)
+        run()
+        return seen
+
+    yield compile
+    target.assume(None)
+
+
+def check_decode(compiled, tmp_path, capability, name, dim=128, page_size=64, group=4):
+    pages = make_pages(name, dim, 8192, page_size)
+    q = torch.empty(1, 8 * group, dim, dtype=torch.bfloat16)
+    where = rows_of("starts", None, 1, 1, q.device)
+    scoring = Scoring()
+
+    def run():
+        assert decode.why_not_call(q, pages, scoring, "fast") is None
+        decode.attend(q, pages, where, pages.lengths, scoring, None, None, None)
+
+    kernel, _ = compiled(capability, run)["decode_attention"]
+    usage = disassemble(kernel.asm["cubin"], tmp_path, "-res-usage")
+    code, loop = main_loop(disassemble(kernel.asm["cubin"], tmp_path))
+    registers, stack, static = map(int, re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)[0])
+    tile = decode._tile(pages, group)
+    residents = decode._residents(target.target_of(q.device), pages.format, group, tile)
+    shared = static + kernel.metadata.shared
+    copies = [text for text in code if "LDGSTS" in text]
+    bulk = capability >= 90 and page_size >= 32
+    print(f"sm_{capability} {name} d{dim} pages of {page_size}: tiles of {tile}, {residents} programs, {registers} registers,"
+          f" {shared} bytes, {len(loop)} instructions a tile, {32 * len(loop) / tile / dim / 2:.2f} a code")  # fmt: skip
+    assert stack == 0
+    assert registers * 32 * residents <= 65536
+    assert static % 128 == 0
+    few = 1 if residents == 8 else 0  # 8 of which 7 fit at a time
+    assert (shared + OWN) * (residents - few) <= KIBIBYTES[capability] * 1024
+    assert not any(re.search(r"\[R\d+\+UR", text.split("desc")[0]) for text in copies), "illegal, see lane_copies"
+    if bulk:
+        assert not copies
+        assert any("UTMALDG" in text or "UBLKCP" in text for text in code)
+    else:
+        each = -(-tile // page_size) if page_size < tile else 1  # pages of a tile
+        sides = [tile // each * side.row_bytes for side in (pages.format.key, pages.format.value)]
+        assert sum(i in loop for i, text in enumerate(code) if text in copies) == each * (
+            sum(-(-size // 512) for size in sides) + 2
+        )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_decode(compiled, tmp_path, capability):
+    check_decode(compiled, tmp_path, capability, "k4v4")
+
+
+@pytest.mark.parametrize(("capability", "name"), [(80, "k3v3"), (90, "k8v4")])
+def test_decode_in_pages_of_16(compiled, tmp_path, capability, name):
+    check_decode(compiled, tmp_path, capability, name, page_size=16)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("dim", "page_size", "group"), [(128, 64, 4), (128, 16, 8), (256, 64, 4), (128, 32, 16)])
+def test_every_width(compiled, tmp_path, capability, name, dim, page_size, group):
+    check_decode(compiled, tmp_path, capability, name, dim, page_size, group)
+
+
+def check_extend(compiled, tmp_path, capability, name, dim=128):
+    pages = make_pages(name, dim, 8192, 64)
+    q = torch.empty(512, 32, dim, dtype=torch.bfloat16)
+    where = Rows(torch.tensor([0, 512], dtype=torch.int32))
+
+    def run():
+        assert extend.why_not_call(q, pages, Scoring(), "fast") is None
+        extend.attend(q, pages, where, pages.lengths, Scoring(), None, None, None)
+
+    seen = compiled(capability, run)
+    kernel, _ = seen["extend_warps_kernel"]
+    rows = extend._rows(pages)
+    residents = extend._residents(pages, rows)
+    code, loop = main_loop(disassemble(kernel.asm["cubin"], tmp_path))
+    spills = sum(bool(re.search(r"\b(LDL|STL)\b", code[i])) for i in loop)
+    print(f"sm_{capability} {name} d{dim}: {rows} rows, {residents} programs, {kernel.metadata.shared} bytes,"
+          f" {len(loop)} instructions a tile of {extend.WARP_KEYS} keys, {spills} spills")  # fmt: skip
+    assert (kernel.metadata.shared + OWN) * residents <= KIBIBYTES[capability] * 1024
+    assert sum("MMA" in code[i] for i in loop) >= 128 * rows // 128
+    assert spills <= (12 if pages.format.key.bits > 4 else 2), "of some 1000 instructions"
+
+
+@pytest.mark.parametrize(("capability", "name"), [(80, "k4v4"), (86, "k8v4"), (120, "k4v4")])
+def test_extend(compiled, tmp_path, capability, name):
+    check_extend(compiled, tmp_path, capability, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_extend_every_width(compiled, tmp_path, capability, name, dim):
+    if extend.why_not_format(Format.parse(name, dim)) is None:
+        check_extend(compiled, tmp_path, capability, name, dim)
