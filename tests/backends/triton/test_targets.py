@@ -102,12 +102,12 @@ def check_decode(compiled, tmp_path, capability, name, dim=128, page_size=64, gr
         )
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", [80, 86, 120])
 def test_decode(compiled, tmp_path, capability):
     check_decode(compiled, tmp_path, capability, "k4v4")
 
 
-@pytest.mark.parametrize(("capability", "name"), [(80, "k3v3"), (90, "k8v4")])
+@pytest.mark.parametrize(("capability", "name"), [(80, "k3v3")])
 def test_decode_in_pages_of_16(compiled, tmp_path, capability, name):
     check_decode(compiled, tmp_path, capability, name, page_size=16)
 
@@ -142,7 +142,7 @@ def check_extend(compiled, tmp_path, capability, name, dim=128):
     assert spills <= (12 if pages.format.key.bits > 4 else 2), "of some 1000 instructions"
 
 
-@pytest.mark.parametrize(("capability", "name"), [(80, "k4v4"), (86, "k8v4"), (120, "k4v4")])
+@pytest.mark.parametrize(("capability", "name"), [(80, "k4v4"), (86, "k8v4")])
 def test_extend(compiled, tmp_path, capability, name):
     check_extend(compiled, tmp_path, capability, name)
 

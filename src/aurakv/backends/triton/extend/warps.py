@@ -76,7 +76,7 @@ def add_values(weights, s_values, acc, KEYS: gl.constexpr):
 
 @gluon.constexpr_function
 def _times(count):
-    """$0 …: count sums of two rows of a thread, in place, times $2·count …, unless that is 1 for all rows of the warp."""
+    """$0 …: count sums of two rows of a thread, in place, times $2·count …, unless that is 1 for all of the warp."""
     factors = [f"${2 * count + i}" for i in range(count)]
     lines = ["{ .reg .pred some;", f"setp.neu.f32 some, {factors[0]}, 0f3F800000;"]
     lines += [f"setp.neu.or.f32 some, {factors[2]}, 0f3F800000, some;"]  # elements 0 and 1 of a row, 2 and 3 of another
