@@ -28,7 +28,8 @@ from typing import Any
 
 MODULES = (
     "tests.backends.triton.test_decode", "tests.backends.triton.test_interpreter", "tests.backends.triton.test_extend",
-    "tests.storage.test_files", "tests.parallel.test_gpu", "tests.vllm.test_layer", "tests.hf.test_generate_gpu",
+    "tests.backends.triton.test_unpack", "tests.storage.test_files", "tests.parallel.test_gpu", "tests.vllm.test_layer",
+    "tests.vllm.test_prefill", "tests.hf.test_generate_gpu",
 )  # fmt: skip
 Job = tuple[str, str, str]  # kind, name, precision or number
 

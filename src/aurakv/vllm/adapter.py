@@ -34,8 +34,10 @@ from ..calibration.observer import KeyObserver
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
+from .adapter_cuda import make_prefill
 from .beginnings import Beginnings, Entries
 from .layer import FAST_TOKENS, TOKENS, Batch, Layer, Memory
+from .prefill import find_prompts, least_rows
 from .switch import Switch
 
 WORKER = "aurakv.vllm.worker.AuraWorker"
@@ -203,7 +205,8 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         ):
             if refused:
                 raise InputError(f"aurakv cannot serve this: {sentence}")
-        switch = Switch.parse(get_current_vllm_config().additional_config)
+        self.config = get_current_vllm_config()
+        switch = Switch.parse(self.config.additional_config)
         if switch is None:
             raise InputError('the backend of aurakv needs its switch: --additional-config \'{"aurakv": "k4v4"}\'')
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -227,7 +230,10 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         entries = None
         if first and self.shares is None and self.keeps_first(layer) and (format.key.coded or format.value.coded):
             entries = Entries.beside(format, first, seqs, self.num_kv_heads, layer.dtype, device)
-        self.layer = Layer(format, self.scoring, sink_logits=self.sinks, policy=policy, beginnings=entries)
+        prefill = make_prefill(self.config, format, self.scoring, self.sinks, self.num_kv_heads, layer.dtype)
+        self.layer = Layer(
+            format, self.scoring, sink_logits=self.sinks, policy=policy, beginnings=entries, prefill=prefill
+        )
         layer.attn_backend = with_bytes(format.bytes_per_token)
 
     def forward(
@@ -252,7 +258,9 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
             output.copy_(
                 attend_dense(query, key, value, [0, len(query)], None, self.scoring, sink_logits=self.sinks).out
             )
-        else:  # vLLM warms up
+        else:  # vLLM warms up, and measures memory
+            if self.layer is not None and self.layer.prefill is not None:
+                self.layer.prefill.scratch()
             output.zero_()
         return output
 
@@ -282,6 +290,21 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         if self.with_entries:
             first = context[self.with_entries[-1]].impl.layer.beginnings.first
             self.memory.beginnings = Beginnings(first, vllm_config.scheduler_config.max_num_seqs, device)
+        self.least_rows = self._least_rows(layer_names, vllm_config)
+        if self.least_rows is not None:
+            self.reorder_batch_threshold = self.least_rows - 1  # the sequences with fewer rows come first
+
+    @staticmethod
+    def _least_rows(layer_names: list[str], config: VllmConfig) -> int | None:
+        """Of a sequence that layers attend to as a prompt; None if none of them does."""
+        drafts = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+        layers = [config.compilation_config.static_forward_context[name] for name in layer_names]
+        found = [
+            least_rows(layer.impl.num_heads // layer.impl.num_kv_heads, 1 + drafts)
+            for layer in layers
+            if layer.impl.layer.prefill is not None
+        ]
+        return min(found, default=None)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -292,7 +315,11 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         rows = Rows(
             batch.query_start_loc, single=batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
         )
-        made = Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory)
+        prompts = None
+        if self.least_rows is not None and batch.max_query_len >= self.least_rows:
+            lengths = batch.seq_lens_cpu_upper_bound.tolist()  # exact for sequences with many rows
+            prompts = find_prompts(batch.query_start_loc_cpu.tolist(), lengths, self.least_rows)
+        made = Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory, prompts)
         if self.memory.beginnings is not None:
             last = self.context[self.with_entries[-1]]  # whose keys depend on everything that came before
             if last.kv_cache.numel():

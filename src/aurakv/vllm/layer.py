@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..format.codec import Format
 from ..storage.pages import Pages
 from .beginnings import Beginnings, Entries
+from .prefill import Prefill, Prompts
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
 FAST_TOKENS = 64  # and best this many on a GPU: a tile of the decode kernel
@@ -43,7 +44,9 @@ class Batch:
     lengths: Tensor  # [seqs] int32: of the sequences, with these rows
     table: Tensor  # [seqs, width] int32 block indices
     memory: Memory
+    prompts: Prompts | None = None  # sequences at the end with many rows, where layers attend to these in their own way
     seen: bool = field(default=False, init=False)  # whether the host has looked at the contents
+    _front: Batch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         seqs = self.lengths.shape[0]
@@ -52,6 +55,14 @@ class Batch:
                 f"{seqs} sequences need as many table rows and one more start,"
                 f" got {self.table.shape[0]} and {self.rows.starts.shape[0]}"
             )
+
+    def front(self, prompts: Prompts) -> Batch:
+        """The sequences before the prompts, made once for all layers."""
+        if self._front is None:
+            seqs, tokens = prompts.first, prompts.row
+            rows = Rows(self.rows.starts[: seqs + 1], single=prompts.singles)
+            self._front = Batch(tokens, rows, self.lengths[:seqs], self.table[:seqs], self.memory)
+        return self._front
 
     def look(self, pages: Pages) -> None:
         """Refuse contents that are out of range, before the first layer writes. Waits for the device."""
@@ -74,8 +85,10 @@ class Layer:
         sink_logits: Tensor | None = None,
         policy: LayerPolicy | None = None,
         beginnings: Entries | None = None,
+        prefill: Prefill | None = None,
     ) -> None:
         self.format = format
+        self.prefill = prefill
         self.scoring = scoring
         self.beginnings = beginnings
         self.with_first = scoring if beginnings is None else replace(scoring, first=beginnings.first)
@@ -93,18 +106,34 @@ class Layer:
             batch.look(pages)
         n = batch.tokens
         if n:
-            new = q[:n], None if k is None else k[:n], None if v is None else v[:n]
+            new = None if k is None else k[:n], None if v is None else v[:n]
+            prompts, runs = batch.prompts, None
             if entries is not None and k is not None and v is not None:
                 assert batch.memory.beginnings is not None
                 batch.memory.beginnings.store(k[:n], v[:n], key_scale, batch.rows, entries, pages)
-            if not (batch.rows.single or blocks.device.type == "cpu"):  # the kernels for many rows take the codes
-                entries = None
-            scoring = self.scoring if entries is None else self.with_first
-            step = Step(
-                pages, batch.rows, scoring, self.sink_logits, key_scale=key_scale, uncompressed=entries, counted=True
-            )
-            backend = backends.select(None, self.format, q.device, q.dtype)
-            backend.prepare_step(step, *new)(*new, out[:n])
+            if self.prefill is not None and prompts is not None:
+                runs = self.prefill.plan(prompts, pages, self.scoring, batch.rows.starts)
+            if self.prefill is None or prompts is None or runs is None:
+                self._step(q[:n], *new, pages, key_scale, entries, batch, out[:n])
+                return
+            self.prefill.append(pages, *new, batch.rows, key_scale)
+            if prompts.row:
+                front = batch.front(prompts)
+                self._step(q[: prompts.row], None, None, *self._pages(blocks, front), front, out[: prompts.row])
+            self.prefill.attend(q, pages, runs, self.scoring, self.sink_logits, key_scale, entries, out)
+
+    def _step(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, pages: Pages, key_scale: Tensor | None,
+        entries: Pages | None, batch: Batch, out: Tensor,
+    ) -> None:  # fmt: skip
+        if not (batch.rows.single or q.device.type == "cpu"):  # the kernels for many rows take the codes
+            entries = None
+        scoring = self.scoring if entries is None else self.with_first
+        step = Step(
+            pages, batch.rows, scoring, self.sink_logits, key_scale=key_scale, uncompressed=entries, counted=True
+        )
+        backend = backends.select(None, self.format, q.device, q.dtype)
+        backend.prepare_step(step, q, k, v)(q, k, v, out)
 
     def pages(self, blocks: Tensor, batch: Batch) -> Pages:
         """The engine's memory as pages."""

@@ -112,6 +112,28 @@ def store_kernel(k, k_token, k_head, v, v_token, v_head, key_scale, starts, slot
             tl.store(p_piece + values + t * VALUE_DIM + d, value.to(data.dtype.element_ty), mask=d < VALUE_DIM)
 
 
+@triton.jit
+def place_kernel(slots, held, data, piece, values, begins, key_starts, key_scale, key_offset, k, v, HEADS: tl.constexpr,
+                 KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """First tokens to their places among unpacked ones [rows, HEADS, dim]: program (sequence, head). Keys there are not
+    scaled, and without the offset that is given."""
+    seq, head = tl.program_id(0), tl.program_id(1)
+    begin, row = tl.load(begins + seq), tl.load(key_starts + seq)
+    count = tl.minimum(tl.load(held + seq), tl.load(key_starts + seq + 1) - row + begin)
+    p_piece = data + (tl.load(slots + seq).to(tl.int64) * HEADS + head) * piece
+    d = tl.arange(0, COLUMNS)
+    for t in range(begin, count):
+        at = (row + t - begin).to(tl.int64) * HEADS + head
+        key = tl.load(p_piece + t * KEY_DIM + d, mask=d < KEY_DIM, other=0.0).to(tl.float32)
+        if key_offset is not None:
+            key = key - tl.load(key_offset + head * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
+        if key_scale is not None:
+            key = key / tl.load(key_scale + head * KEY_DIM + d, mask=d < KEY_DIM, other=1.0)
+        tl.store(k + at * KEY_DIM + d, key.to(k.dtype.element_ty), mask=d < KEY_DIM)
+        value = tl.load(p_piece + values + t * VALUE_DIM + d, mask=d < VALUE_DIM, other=0.0)
+        tl.store(v + at * VALUE_DIM + d, value.to(v.dtype.element_ty), mask=d < VALUE_DIM)
+
+
 def find(state: dict[str, Tensor], table: Tensor, lengths: Tensor, starts: Tensor, pages: Pages, step: int, first: int,
          seqs: int) -> None:  # fmt: skip
     """See `find_kernel`. pages: of the layer whose contents tell blocks apart; seqs: at most in any step."""
@@ -129,9 +151,26 @@ NAMES = ("entry_of", "block_of", "tag", "used", "filled", "order", "pointer", "s
 def store(k: Tensor, v: Tensor, key_scale: Tensor | None, starts: Tensor, before: Tensor, entries: Pages) -> None:
     """See `store_kernel`. entries: pages of 16-bit vectors whose table has the entry of each sequence."""
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    key, value, data = entries.format.key, entries.format.value, entries.data.view(entries.format.key.dtype)
+    data, values, sizes = _vectors(entries)
     store_kernel[(entries.seqs, entries.kv_heads)](
         k, *k.stride()[:2], v, *v.stride()[:2], key_scale, starts, entries.table, entries.lengths, before, data,
-        data.shape[2], entries.format.layout(entries.page_size).value_codes // data.element_size(), entries.kv_heads, key.dim, value.dim,
-        entries.page_size, triton.next_power_of_2(max(key.dim, value.dim)), num_warps=1,
+        data.shape[2], values, *sizes[:3], entries.page_size, sizes[3], num_warps=1,
     )  # fmt: skip
+
+
+def place(entries: Pages, first: int, begins: Tensor, key_starts: Tensor, k: Tensor, v: Tensor,
+          key_scale: Tensor | None, key_offset: Tensor | None) -> None:  # fmt: skip
+    """See `place_kernel`; of the sequences from `first` on."""
+    data, values, sizes = _vectors(entries)
+    place_kernel[(len(begins), entries.kv_heads)](
+        entries.table[first:], entries.lengths[first:], data, data.shape[2], values, begins, key_starts, key_scale,
+        key_offset, k, v, *sizes, num_warps=1,
+    )  # fmt: skip
+
+
+def _vectors(entries: Pages) -> tuple[Tensor, int, tuple[int, int, int, int]]:
+    """The numbers of entries, where values begin, and HEADS, KEY_DIM, VALUE_DIM, COLUMNS."""
+    key, value = entries.format.key, entries.format.value
+    data = entries.data.view(key.dtype)
+    values = entries.format.layout(entries.page_size).value_codes // data.element_size()
+    return data, values, (entries.kv_heads, key.dim, value.dim, triton.next_power_of_2(max(key.dim, value.dim)))

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 
 from ....format.codec import Codec, Format
 from ....storage.pages import Pages
 from ..common import specialise
-from ..common.target import multiprocessors
+from ..common.target import capability, multiprocessors
 from .kernel import unpack_kernel
 
 TOKENS = 64  # of a tile
+REGISTERS = 168  # of a thread on Hopper: three programs share a multiprocessor
 MAX_SEQS = 128  # of a call
 PROGRAMS = 4  # of a multiprocessor, at least, while there are heads to share
 LEVELS = 2.0**-6, 2.0**15  # the largest of a table: as float16 numbers the others are good enough then
+BEHIND = 4  # tiles of zeros behind the last sequence: more than the keys that attention kernels take at a time
 WHOLE_DIM = 128  # up to this the matrix that rotates back is loaded once
 
 
@@ -51,16 +52,17 @@ def unpack(
     offset: bool = True,
 ) -> None:
     """Tokens of sequences first, first + 1 … of the pages, from positions begins [n] on, into rows starts [n + 1] of
-    keys and values [room, kv_heads, dim]. All int32 on the device; the host knows at most how many `tiles` these are.
+    keys and values [room, kv_heads, dim], and zeros behind them. All int32 on the device; the host knows at most how
+    many `tiles` these are.
 
     key_scale: float32 [kv_heads, dim], what stored keys were multiplied by. offset: whether keys get theirs back:
     without it all scores of a query change by the same number."""
     key, value, heads, device = pages.format.key, pages.format.value, pages.kv_heads, pages.data.device
-    layout = pages.format.layout(pages.page_size)
+    layout, hopper = pages.format.layout(pages.page_size), capability(device)[0] == 9
     parts = max(1, min(heads, -(-PROGRAMS * multiprocessors(device) // tiles)))
     each = -(-heads // parts)
     (key_matrix, key_levels), (value_matrix, value_levels) = _constants(key, device), _constants(value, device)
-    unpack_kernel[(tiles, -(-heads // each))](
+    unpack_kernel[(tiles + BEHIND, -(-heads // each))](
         pages.data,
         pages.table,
         begins,
@@ -89,12 +91,13 @@ def unpack(
         heads,
         _side(key),
         _side(value),
-        _back(key),
-        _back(value),
+        _back(key, hopper),
+        _back(value, hopper),
         MAX_SEQS,
         TOKENS,
         num_warps=4,
         num_stages=1,
+        **({"maxnreg": REGISTERS} if hopper else {}),
     )
 
 
@@ -111,10 +114,11 @@ def _side(codec: Codec) -> specialise.Side:
     return specialise.side(codec, not codec.coded, torch.float32)
 
 
-def _back(codec: Codec) -> tuple[float, int]:
-    """What a product with the matrix is multiplied by, and how many coordinates are rotated back at a time."""
+def _back(codec: Codec, hopper: bool) -> tuple[float, int]:
+    """What a product with the matrix is multiplied by, and how many coordinates are rotated back at a time: all where
+    products read the matrix from shared memory, which then stays there."""
     if not codec.coded:
         return 1.0, codec.dim
     power = codec.dim & -codec.dim
-    whole = power == codec.dim and codec.dim <= WHOLE_DIM
+    whole = hopper and power == codec.dim and codec.dim <= WHOLE_DIM
     return specialise.unit(codec), codec.dim if whole else min(power, 64)

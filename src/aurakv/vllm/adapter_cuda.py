@@ -1,0 +1,96 @@
+"""What of vLLM is used on CUDA alone: flash attention, scratch memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_fa_version_supported
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from ..attention.scoring import Scoring
+from ..format.codec import Format
+from .prefill import Prefill, why_not
+
+SCRATCH = 1 << 26  # elements for keys, and as many for values, of 16 bits: 128 MiB each
+VERSIONS = (3, 2)  # of flash attention
+
+
+def make_prefill(
+    config: VllmConfig, format: Format, scoring: Scoring, sinks: Tensor | None, kv_heads: int, dtype: torch.dtype
+) -> Prefill | None:
+    """For one layer; None where its prompts are attended from their codes."""
+    if not current_platform.is_cuda() or why_not(format, scoring, dtype) is not None:
+        return None
+    dim = format.key.dim
+    version = get_flash_attn_version(
+        head_size=dim, has_sinks=sinks is not None, requires_softcap=scoring.softcap is not None
+    )
+    if version not in VERSIONS:
+        version = 2 if version is not None and is_fa_version_supported(2) else None
+    if version is None or dim > 256 or (sinks is not None and version == 2):
+        return None
+    size = max(SCRATCH, config.scheduler_config.max_num_batched_tokens * kv_heads * dim)
+
+    def scratch() -> tuple[Tensor, Tensor]:
+        keys, values = current_workspace_manager().get_simultaneous(((size,), dtype), ((size,), dtype))
+        return keys, values
+
+    return Prefill(FlashAttention(version, scoring.multiplier(dim), scoring.window, scoring.softcap, sinks), scratch)
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """`prefill.Flash`, by vLLM's own kernels."""
+
+    version: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sink_logits: Tensor | None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        starts: Tensor,
+        key_starts: Tensor,
+        most: tuple[int, int],
+        *,
+        causal: bool,
+        sinks: bool,
+    ) -> Tensor:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        _, lse, *_ = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            out=out,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=key_starts,
+            max_seqlen_q=most[0],
+            max_seqlen_k=most[1],
+            softmax_scale=self.scale,
+            causal=causal,
+            window_size=None if self.window is None else [self.window - 1, 0],
+            softcap=self.softcap or 0.0,
+            return_softmax_lse=True,
+            fa_version=self.version,
+            s_aux=self.sink_logits if sinks else None,
+        )
+        found: Any = lse
+        return found
+
+    def merge(self, out: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+        from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+        lse = torch.empty_like(a[1])
+        merge_attn_states(out, *a, *b, output_lse=lse)
+        return lse
