@@ -15,7 +15,7 @@ import aurakv as kv
 from aurakv.attention.step import Rows
 from aurakv.calibration.policy import LayerPolicy
 from aurakv.vllm.layer import Batch, Layer, Memory
-from aurakv.vllm.prefill import Prefill, Prompts, find_prompts, least_rows, why_not
+from aurakv.vllm.prefill import Prefill, Prompts, find_prompts, most_rows, why_not
 
 HEADS, KV_HEADS, BLOCK, WIDTH = 4, 2, 32, 8
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -187,8 +187,9 @@ def test_prompts_are_the_end_of_a_batch() -> None:
 
 
 def test_rows_that_graphs_capture_are_no_prompts() -> None:
-    assert [least_rows(group, 1) for group in (1, 4, 8, 128)] == [65, 17, 9, 2]
-    assert least_rows(8, 13) == 14
+    assert [most_rows(group, 128, 1) for group in (1, 4, 8, 128)] == [64, 16, 8, 1]
+    assert [most_rows(8, dim, 1) for dim in (64, 256)] == [8, 4]
+    assert most_rows(8, 128, 13) == 13
 
 
 @needs_triton

@@ -34,10 +34,10 @@ from ..calibration.observer import KeyObserver
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
-from .adapter_cuda import make_prefill
+from .adapter_cuda import make_prefill, warm_up
 from .beginnings import Beginnings, Entries
 from .layer import FAST_TOKENS, TOKENS, Batch, Layer, Memory
-from .prefill import find_prompts, least_rows
+from .prefill import find_prompts, most_rows
 from .switch import Switch
 
 WORKER = "aurakv.vllm.worker.AuraWorker"
@@ -290,21 +290,18 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         if self.with_entries:
             first = context[self.with_entries[-1]].impl.layer.beginnings.first
             self.memory.beginnings = Beginnings(first, vllm_config.scheduler_config.max_num_seqs, device)
-        self.least_rows = self._least_rows(layer_names, vllm_config)
+        self.least_rows: int | None = None  # of a sequence that is a prompt
+        drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
+        rows = 1 + drafts  # of a sequence that decodes
+        for name in layer_names:
+            layer = vllm_config.compilation_config.static_forward_context[name]
+            bound, heads = layer.impl.layer, (layer.impl.num_heads, layer.impl.num_kv_heads)
+            if bound.prefill is not None:
+                self.least_rows = 1 + most_rows(heads[0] // heads[1], layer.head_size, rows)
+            if current_platform.is_cuda():
+                warm_up(bound, heads, layer.dtype, vllm_config, rows, kv_cache_spec.block_size, device)
         if self.least_rows is not None:
             self.reorder_batch_threshold = self.least_rows - 1  # the sequences with fewer rows come first
-
-    @staticmethod
-    def _least_rows(layer_names: list[str], config: VllmConfig) -> int | None:
-        """Of a sequence that layers attend to as a prompt; None if none of them does."""
-        drafts = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
-        layers = [config.compilation_config.static_forward_context[name] for name in layer_names]
-        found = [
-            least_rows(layer.impl.num_heads // layer.impl.num_kv_heads, 1 + drafts)
-            for layer in layers
-            if layer.impl.layer.prefill is not None
-        ]
-        return min(found, default=None)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -1,23 +1,29 @@
-"""What of vLLM is used on CUDA alone: flash attention, scratch memory."""
+"""What of vLLM is used on CUDA alone: flash attention, scratch memory, warm-up of kernels."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_fa_version_supported
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..attention.scoring import Scoring
 from ..format.codec import Format
+from .layer import Layer
 from .prefill import Prefill, why_not
+from .warmup import Limits, WarmUp, shape_of
 
 SCRATCH = 1 << 26  # elements for keys, and as many for values, of 16 bits: 128 MiB each
 VERSIONS = (3, 2)  # of flash attention
+MOST_THREADS = 16  # that compile
 
 
 def make_prefill(
@@ -94,3 +100,35 @@ class FlashAttention:
         lse = torch.empty_like(a[1])
         merge_attn_states(out, *a, *b, output_lse=lse)
         return lse
+
+
+class Kernels(VllmJitKernel[WarmUp]):  # type: ignore[misc]
+    """Our kernels, compiled when vLLM warms up."""
+
+    def get_warmup_keys(self, work: WarmUp) -> list[WarmUp]:
+        return [work]
+
+    def compile(self, compile_key: WarmUp) -> None:
+        self.compile_many([compile_key])
+
+    def compile_many(self, compile_keys: Iterable[WarmUp]) -> None:
+        from ..backends.triton.warm_up import compile_all, launches
+
+        found: dict[tuple[Any, ...], Any] = {}
+        for each in compile_keys:
+            found |= launches(each.run)
+        compile_all(found, min(MOST_THREADS, os.cpu_count() or 1))
+
+
+_KERNELS = Kernels()
+
+
+def warm_up(
+    layer: Layer, heads: tuple[int, int], dtype: torch.dtype, config: VllmConfig, rows: int, block: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Have vLLM compile what a layer of so many query and KV heads may launch. rows: of a sequence that decodes."""
+    scheduler = config.scheduler_config
+    width = -(-config.model_config.max_model_len // block)
+    limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, rows, width, block)
+    _KERNELS.register_warmup(WarmUp(shape_of(layer, *heads, dtype), limits, device, layer))

@@ -19,7 +19,6 @@ from ..format.codec import Format
 from ..storage.pages import Pages
 
 MAX_SEQS = 128  # of one call; the launcher of unpack takes no more
-MOST_QUERIES = 64  # times heads of a group, of a sequence: up to this many are the decode kernel's
 
 
 class Flash(Protocol):
@@ -148,9 +147,10 @@ def find_prompts(starts: list[int], lengths: list[int], least: int) -> Prompts |
     return Prompts(first, starts[first], counts, lengths[first:], starts[: first + 1] == list(range(first + 1)))
 
 
-def least_rows(group: int, decode: int) -> int:
-    """How many rows make a prompt, where `decode` are those of a sequence that decodes, which graphs capture."""
-    return max(MOST_QUERIES // group, decode) + 1
+def most_rows(group: int, dim: int, decode: int) -> int:
+    """Of a sequence that is no prompt: what the decode kernel takes, and those of a sequence that decodes, for graphs
+    capture these. group: query heads of a KV head."""
+    return max((64 if dim <= 128 else 32) // group, decode)
 
 
 @dataclass(frozen=True)

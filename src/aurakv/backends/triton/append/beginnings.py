@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....storage.pages import Pages
+from ..common.launcher import on
 
 NONE = tl.constexpr(-1)
 
@@ -138,7 +139,7 @@ def find(state: dict[str, Tensor], table: Tensor, lengths: Tensor, starts: Tenso
          seqs: int) -> None:  # fmt: skip
     """See `find_kernel`. pages: of the layer whose contents tell blocks apart; seqs: at most in any step."""
     layout, entries = pages.format.layout(pages.page_size), len(state["used"])
-    find_kernel[(1,)](
+    on(find_kernel, (1,))(
         table, lengths, starts, len(lengths), table.shape[1], pages.data, pages.data.stride(0), layout.key_codes,
         pages.format.key.row_bytes, *(state[name] for name in NAMES), step, entries, first,
         triton.next_power_of_2(seqs), triton.next_power_of_2(entries), num_warps=8,
@@ -152,7 +153,7 @@ def store(k: Tensor, v: Tensor, key_scale: Tensor | None, starts: Tensor, before
     """See `store_kernel`. entries: pages of 16-bit vectors whose table has the entry of each sequence."""
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     data, values, sizes = _vectors(entries)
-    store_kernel[(entries.seqs, entries.kv_heads)](
+    on(store_kernel, (entries.seqs, entries.kv_heads))(
         k, *k.stride()[:2], v, *v.stride()[:2], key_scale, starts, entries.table, entries.lengths, before, data,
         data.shape[2], values, *sizes[:3], entries.page_size, sizes[3], num_warps=1,
     )  # fmt: skip
@@ -162,7 +163,7 @@ def place(entries: Pages, first: int, begins: Tensor, key_starts: Tensor, k: Ten
           key_scale: Tensor | None, key_offset: Tensor | None) -> None:  # fmt: skip
     """See `place_kernel`; of the sequences from `first` on."""
     data, values, sizes = _vectors(entries)
-    place_kernel[(len(begins), entries.kv_heads)](
+    on(place_kernel, (len(begins), entries.kv_heads))(
         entries.table[first:], entries.lengths[first:], data, data.shape[2], values, begins, key_starts, key_scale,
         key_offset, k, v, *sizes, num_warps=1,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from ....attention.step import Rows
 from ....format.codec import Codec, Codes
 from ....storage.pages import Pages
 from ..common import specialise
-from ..common.launcher import Launch
+from ..common.launcher import Launch, most_seqs
 from ..common.target import multiprocessors
 from .encode import encode_kernel
 from .kernels import append_codes_kernel, append_kernel
@@ -29,7 +29,7 @@ def blocks(tokens: int, seqs: int, rows: int, block: int) -> int:
 
 def seqs_constant(rows: Rows) -> int:
     """SEQS of slots.find_block: 0 where the host knows that each sequence has one token."""
-    return 0 if rows.single else triton.next_power_of_2(rows.starts.shape[0] - 1)
+    return 0 if rows.single else most_seqs(rows.starts.shape[0] - 1)
 
 
 def constants(codec: Codec, writer: specialise.Writer, device: torch.device) -> tuple[Tensor | None, ...]:
@@ -96,7 +96,7 @@ def prepare_append(
         if long
         else blocks(tokens, pages.seqs, pages.kv_heads, rows)
     )
-    sequences = _sequences(pages, where)
+    sequences = _sequences(pages, where, counted)
     own = sequences[0] == 0 and pages.kv_heads <= rows and n <= MANY_VECTORS
     k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
     v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
@@ -184,9 +184,9 @@ def _place(pages: Pages, rows: Rows, tokens: int) -> tuple[Any, ...]:
     )
 
 
-def _sequences(pages: Pages, rows: Rows) -> tuple[int, int, int]:
-    """SEQS, and the shape of the table pieces that advance_lengths checks."""
-    at_once = min(64, triton.next_power_of_2(pages.seqs))
+def _sequences(pages: Pages, rows: Rows, counted: bool = False) -> tuple[int, int, int]:
+    """SEQS, and the shape of the table pieces that advance_lengths checks, which counted lengths do not need."""
+    at_once = 64 if counted else min(64, triton.next_power_of_2(pages.seqs))
     return seqs_constant(rows), at_once, 1024 // at_once
 
 

@@ -1,11 +1,44 @@
-"""Kernels that are launched again and again with other tensors of the same kind."""
+"""How kernels are launched: at once, again and again with other tensors of the same kind, or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+
+SEQS = (32, 128, 512, 1024)  # see `most_seqs`
+
+Receiver = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+_receiver: ContextVar[Receiver | None] = ContextVar("receiver of launches", default=None)
+
+
+@contextlib.contextmanager
+def redirected(receiver: Receiver) -> Iterator[None]:
+    """Launches of this thread go to the receiver instead of a device: kernel, grid, arguments, options."""
+    token = _receiver.set(receiver)
+    try:
+        yield
+    finally:
+        _receiver.reset(token)
+
+
+def on(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`, unless launches are redirected."""
+    receiver = _receiver.get()
+    if receiver is None:
+        launch: Callable[..., Any] = kernel[grid]
+        return launch
+    return lambda *arguments, **options: receiver(kernel, grid, arguments, options)
+
+
+def most_seqs(seqs: int) -> int:
+    """A power of two that is at least this many sequences, one of few: each is a kernel of its own."""
+    return next((size for size in SEQS if size >= seqs), triton.next_power_of_2(seqs))
 
 
 class Launch:
@@ -26,7 +59,7 @@ class Launch:
         if self.again is not None and all(tensor.data_ptr() % 16 == 0 for tensor in tensors.values()):
             self.again(*arguments)
             return
-        compiled = self.kernel[self.grid](*arguments, **self.options)
+        compiled = on(self.kernel, self.grid)(*arguments, **self.options)
         if isinstance(compiled, CompiledKernel):  # compiled for these or less aligned tensors
             self.arguments = tuple(self._named(i) for i in range(len(self.kernel.arg_names)))
             self.again = compiled[(*self.grid, 1, 1)[:3]]

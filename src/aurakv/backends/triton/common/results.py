@@ -15,6 +15,7 @@ from torch import Tensor
 from ....format.codec import Codec
 from . import specialise
 from .codes import INTERPRETED, cast
+from .launcher import on
 
 FEW_RESULTS = 0 if INTERPRETED.value else 2048  # up to this many get a program each when splits are merged
 MANY_RESULTS = 16384  # from this many on 64 share a program
@@ -156,7 +157,7 @@ def finish(
     matrix = specialise.matrix(codec, torch.float16, out.device, transposed=True) if codec.coded else None
     padded = triton.next_power_of_2(splits)
     rows = 1 if n <= FEW_RESULTS else 64 if n >= MANY_RESULTS and not float32 and codec.dim <= 128 else 16
-    finish_kernel[(triton.cdiv(n, rows),)](
+    on(finish_kernel, (triton.cdiv(n, rows),))(
         means,
         sums,
         matrix,

@@ -112,7 +112,7 @@ def capped(s, cap, SOFTCAP: gl.constexpr):
         return s
 
 
-@gluon.jit(do_not_specialize_on_alignment=["width", "programs"])  # they change as a cache grows
+@gluon.jit(do_not_specialize=["seqs", "tokens", "width", "programs"])  # they change from call to call
 def decode_attention(
     keys, values, scales, codes, q, key_scale, signs, constants, offset, table, lengths, ends, starts, pieces, lses,
     out, lse_out, sink_logits, value_signs, value_offset, u_data, u_table, u_lengths, u_size, u_keys,

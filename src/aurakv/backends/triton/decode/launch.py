@@ -22,7 +22,7 @@ from ....attention.scoring import Scoring
 from ....attention.step import Rows
 from ....format.codec import Codec, Format
 from ....storage.pages import Pages
-from ..common.launcher import Launch
+from ..common.launcher import Launch, most_seqs
 from ..common.target import DECODE_CAPABILITY, OWN_SHARED, Target, capability, multiprocessors, target_of
 from . import tile_ring
 from .kernel import decode_attention
@@ -139,7 +139,7 @@ def prepare(
         "DIM": dim,
         "TILE": tile,
         "EARLY": target_of(device).bulk,
-        "SEQS": max(32, triton.next_power_of_2(seqs)),
+        "SEQS": most_seqs(seqs),
         "CLIP": scoring.causal or scoring.recent > 0,
         "WINDOW": scoring.window is not None,
         "SINKS": sinks > 0,
@@ -186,7 +186,7 @@ def prepare(
         num_warps=1, maxnreg=_registers_of(target_of(device), format, rows, tile),
     )  # fmt: skip
     size = slots * rows * (dim + 1) * 4
-    chunk, together, across = _merge_plan(jobs, rows, programs, dim, device)
+    chunk, together, across = _merge_plan(jobs, rows, programs, dim, several, device)
     merge = Launch(
         merge_pieces, (jobs, -(-rows // together)),
         None, None, None, None, logits, value_signs, None, given(key_scale), given(pages.key_offset), value_offset,
@@ -264,9 +264,15 @@ def _seen_tiles(pages: Pages, scoring: Scoring, queries: int, rows: int) -> int:
     return min(all, 1 + -(-(scoring.window + queries - 2) // tile) + -(-scoring.sinks // tile))
 
 
-def _merge_plan(jobs: int, rows: int, programs: int, dim: int, device: torch.device) -> tuple[int, int, int]:
-    """CHUNK, HEADS and ACROSS of `merge_pieces`: few warps that each have up to 4096 numbers of one row."""
+def _merge_plan(
+    jobs: int, rows: int, programs: int, dim: int, several: bool, device: torch.device
+) -> tuple[int, int, int]:
+    """CHUNK, HEADS and ACROSS of `merge_pieces`: few warps that each have up to 4096 numbers of one row. Calls of
+    several queries a sequence vary more, and each choice is a kernel of its own: they have fewer."""
     chunk = min(256, max(4, triton.next_power_of_2(programs // jobs + 2)))
+    if several:
+        chunk *= 2 if chunk in (8, 32, 128) else 1
+        return chunk, *((triton.next_power_of_2(rows), 1) if chunk < 64 else (1, max(2, chunk * dim // 4096)))
     together = 1 if jobs * rows <= 4 * multiprocessors(device) else triton.next_power_of_2(rows)
     return chunk, together, max(2, chunk * dim // 4096) if together == 1 else 1
 

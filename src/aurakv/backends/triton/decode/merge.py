@@ -22,7 +22,7 @@ from .primitives import hadamard
 from .schedule import find_job, make_scan, query_rows, seen, span_of
 
 
-@gluon.jit(do_not_specialize_on_alignment=["programs"])  # it changes as a cache grows
+@gluon.jit(do_not_specialize=["seqs", "tokens", "programs"])  # they change from call to call
 def merge_pieces(
     pieces, lses, out, lse_out, sink_logits, signs, q, key_scale, key_offset, value_offset, lengths, ends, starts,
     u_data, u_table, u_lengths, u_size, u_keys, u_values,

@@ -21,6 +21,7 @@ from ....storage.pages import Pages
 from ..append.launch import blocks
 from ..common import specialise
 from ..common.arithmetic import integers, poly7_numbers, polynomial
+from ..common.launcher import most_seqs, on
 from ..common.queries import prepare_integers_kernel, prepare_kernel
 from ..common.results import LOG2E, finish
 from ..common.target import DECODE_CAPABILITY, OWN_SHARED, capability, multiprocessors, target_of, warp_groups
@@ -164,13 +165,13 @@ def attend(
     if key.bits > 4:
         matrix = specialise.matrix(key, dtype, q.device, order=_order(key))
         side = specialise.side(key, False, q.dtype, key=True)
-        prepare_kernel[grid](
+        on(prepare_kernel, grid)(
             q, *q.stride(), pages.key_offset, matrix, parts, factors, n, multiplier, heads, group, side, rotate,
             PREPARED,
         )  # fmt: skip
     else:
         matrix = specialise.matrix(key, dtype, q.device, order="natural")
-        prepare_integers_kernel[grid](
+        on(prepare_integers_kernel, grid)(
             q, *q.stride(), pages.key_offset, matrix, parts, factors, n, multiplier, how.key_step, heads, group, rotate,
             PREPARED,
         )  # fmt: skip
@@ -178,7 +179,7 @@ def attend(
     paged = pages.table.shape[1] > 1 or pages.ring
     block, tile = _rows(pages), _keys(q.device)
     kernel = extend_kernel if warp_groups(q.device) else extend_warps_kernel
-    kernel[(blocks(tokens, pages.seqs, group, block), pages.kv_heads, chosen)](
+    on(kernel, (blocks(tokens, pages.seqs, group, block), pages.kv_heads, chosen))(
         parts,
         factors,
         pages.data.view(torch.int32),
@@ -212,7 +213,7 @@ def attend(
         how.order,
         pages.page_size if paged else 0,
         pages.ring,
-        max(32, triton.next_power_of_2(pages.seqs)),
+        most_seqs(pages.seqs),
         scoring.causal,
         scoring.window is not None,
         2 if scoring.only_uncompressed else 1 if scoring.first or scoring.recent else 0,

@@ -17,6 +17,7 @@ from ....format.codec import Codec, Format
 from ....storage.pages import Pages
 from ..append.launch import blocks, seqs_constant
 from ..common import specialise
+from ..common.launcher import on
 from ..common.queries import prepare_kernel
 from ..common.results import LOG2E, finish
 from ..common.target import multiprocessors
@@ -224,7 +225,7 @@ def _attend(
     unit = specialise.unit(value) if value.coded else 1.0
     chunk = specialise.unrotate_chunk(value)
     if plan.prepared:
-        prepare_kernel[(kv_heads, triton.cdiv(tokens * group, 16))](
+        on(prepare_kernel, (kv_heads, triton.cdiv(tokens * group, 16)))(
             q, *q.stride(), key_offset, key_matrix, rotated, factors, n, multiplier, heads, group, k_side, rotate, 16
         )
     call = specialise.Call(
@@ -238,7 +239,7 @@ def _attend(
         not plan.prepared,
         not plan.finished,
     )
-    attend_kernel[(plan.blocks, kv_heads, plan.splits)](
+    on(attend_kernel, (plan.blocks, kv_heads, plan.splits))(
         q,
         *q.stride(),
         rotated,

@@ -10,6 +10,7 @@ from torch import Tensor
 from ....format.codec import Codec, Format
 from ....storage.pages import Pages
 from ..common import specialise
+from ..common.launcher import on
 from ..common.target import capability, multiprocessors
 from .kernel import unpack_kernel
 
@@ -62,7 +63,7 @@ def unpack(
     parts = max(1, min(heads, -(-PROGRAMS * multiprocessors(device) // tiles)))
     each = -(-heads // parts)
     (key_matrix, key_levels), (value_matrix, value_levels) = _constants(key, device), _constants(value, device)
-    unpack_kernel[(tiles + BEHIND, -(-heads // each))](
+    on(unpack_kernel, (tiles + BEHIND, -(-heads // each)))(
         pages.data,
         pages.table,
         begins,
