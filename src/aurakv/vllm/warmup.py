@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..attention.scoring import Scoring
 from ..attention.step import Rows
+from .beginnings import Beginnings
 from .layer import Batch, Layer, Memory
 from .prefill import Prefill, find_prompts, most_rows
 
@@ -37,12 +38,12 @@ class Shape(NamedTuple):
     kv_heads: int
     dtype: torch.dtype
     scoring: Scoring
-    given: tuple[bool, ...]  # sink logits, key offset, value offset, key scale, another way for prompts
+    given: tuple[bool, ...]  # sink logits, offsets, key scale, another way for prompts, beginnings
 
 
 def shape_of(layer: Layer, heads: int, kv_heads: int, dtype: torch.dtype) -> Shape:
     policy = layer.policy
-    given = (layer.sink_logits, policy.key_offset, policy.value_offset, policy.key_scale, layer.prefill)
+    given = layer.sink_logits, policy.key_offset, policy.value_offset, policy.key_scale, layer.prefill, layer.beginnings
     return Shape(layer.format.name, heads, kv_heads, dtype, layer.scoring, tuple(x is not None for x in given))
 
 
@@ -67,12 +68,16 @@ class WarmUp:
             for heads, dim in ((shape.heads, key), (shape.kv_heads, key), (shape.kv_heads, value), (shape.heads, value))
         )
         memory, layer = Memory(device), copy.copy(self.layer)
+        if layer.beginnings is not None:
+            memory.beginnings = Beginnings(layer.beginnings.first, limits.seqs, device)
         if layer.prefill is not None:
             layer.prefill = Prefill(_NoFlash(), layer.prefill.scratch)
         short = most_rows(shape.heads // shape.kv_heads, key, limits.rows)
         for seqs, tokens, prompt in batches(limits, short, layer.prefill is not None):
             table = numbers[: seqs * limits.width].view(seqs, limits.width)
             batch = _batch(seqs, tokens, prompt, limits, numbers, table, memory)
+            if memory.beginnings is not None:
+                memory.beginnings.find(table, batch.lengths, batch.rows, layer.pages(blocks, batch))
             layer.forward(q[:tokens], k[:tokens], v[:tokens], blocks, batch, out[:tokens])
 
 
