@@ -1,0 +1,212 @@
+"""`compile_shader(source).name(*args, threads=, group_size=, arg_casts=)` with the rules of torch.mps, on CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .translate import EmulationError, Kernel, translate
+
+SHIM = Path(__file__).parent / "shim"
+CASTS = {"fp16": "e", "bf16": "bf16", "int32": "i", "int16": "h", "int8": "b", "uint8": "B"}  # torch's names
+SIZES = {
+    "char": 1, "uchar": 1, "bool": 1, "short": 2, "ushort": 2, "half": 2, "int": 4, "uint": 4, "float": 4, "long": 8,
+    "ulong": 8,
+}  # fmt: skip
+MOST_BYTES = 4096  # of a list or number: Metal copies them into the command
+FLAGS = [
+    "-std=c++17", "-O1", "-g", "-fPIC", "-w", "-ffp-contract=off", "-fsingle-precision-constant",
+    "-fsanitize=thread,bounds,alignment",
+]  # fmt: skip
+
+
+def why_not() -> str | None:
+    """What this machine lacks to emulate, in one sentence."""
+    for program in ("g++", "addr2line"):
+        if shutil.which(program) is None:
+            return f"the emulator of Metal needs {program}"
+    return None if os.uname().sysname == "Linux" else "the emulator of Metal runs on Linux"
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if done.returncode:
+        raise EmulationError(f"{command[0]} refused the source:\n{done.stderr}")
+    return done.stdout
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where libraries are kept, by what they are made of, with the runtime and the compiled headers."""
+    made_of = _run("g++", "--version") + " ".join(FLAGS) + "".join(p.read_text() for p in sorted(SHIM.iterdir()))
+    digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"aurakv-metal-{os.getuid()}" / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    _once(
+        folder / "runtime.o",
+        lambda out: _run("g++", "-std=c++17", "-O2", "-g", "-fPIC", "-I", SHIM, "-c", SHIM / "runtime.cpp", "-o", out),
+    )
+    (folder / "include").mkdir(exist_ok=True)
+    header = folder / "include" / "metal_stdlib"
+    _once(header, lambda out: shutil.copy(SHIM / "metal_stdlib", out))
+    for name in ("metal_groups.h", "metal_types.h"):
+        _once(folder / "include" / name, functools.partial(shutil.copy, SHIM / name))
+    _once(header.with_suffix(".gch"), lambda out: _run("g++", *FLAGS, "-x", "c++-header", header, "-o", out))
+    return folder
+
+
+def _once(path: Path, make: Callable[[Path], object]) -> None:
+    """Make a file unless it is there; several processes may do so at a time."""
+    if not path.exists():
+        own = path.with_name(f"{path.name}.{os.getpid()}")
+        make(own)
+        own.replace(path)
+
+
+class Library:
+    """A compiled source. `backwards` runs lanes and simdgroups in the opposite order: results must not change."""
+
+    def __init__(self, source: str, backwards: bool = False) -> None:
+        self._backwards = backwards
+        text, kernels = translate(source)
+        self._kernels = {kernel.name: kernel for kernel in kernels}
+        folder = _folder()
+        digest = hashlib.sha256(source.encode()).hexdigest()[:24]
+        self._file = folder / f"{digest}.so"
+        _once(self._file, lambda out: self._build(folder, digest, text, out))
+        self._dll = ctypes.CDLL(str(self._file))
+        self._dll.mtl_alloc.restype = ctypes.c_void_p
+        self._dll.mtl_alloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+
+    def _build(self, folder: Path, digest: str, text: str, out: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            unit = Path(own) / "source.metal"
+            glue = "".join(kernel.glue for kernel in self._kernels.values())
+            unit.write_text(f'#line 1 "source.metal"\n{text}\n#line 1 "glue"\n{glue}')
+            include = folder / "include"
+            _run(
+                "g++",
+                *FLAGS,
+                "-I",
+                include,
+                "-include",
+                include / "metal_stdlib",
+                "-x",
+                "c++",
+                "-c",
+                unit,
+                "-o",
+                f"{unit}.o",
+            )
+            _run("g++", "-shared", "-Wl,-Bsymbolic", f"{unit}.o", folder / "runtime.o", "-o", out)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_") or name not in self._kernels:
+            raise AttributeError(f"no kernel {name}")
+        return functools.partial(self._launch, self._kernels[name])
+
+    def _launch(
+        self,
+        kernel: Kernel,
+        *args: Any,
+        threads: Any = None,
+        group_size: Any = None,
+        arg_casts: Any = None,
+    ) -> None:
+        if len(args) != len(kernel.buffers):
+            raise EmulationError(f"{kernel.name} takes {len(kernel.buffers)} arguments, got {len(args)}")
+        pointers, back = (ctypes.c_void_p * len(args))(), []
+        error = ctypes.create_string_buffer(512)
+        try:
+            for i, value in enumerate(args):
+                name, kind, constant = kernel.buffers[i]
+                where = f"{kernel.name}: {name}"
+                if isinstance(value, torch.Tensor):
+                    origin, size, offset = _tensor(where, value)
+                    threads = value.numel() if threads is None else threads
+                else:
+                    cast = arg_casts.get(i, "") if isinstance(arg_casts, dict) else arg_casts or ""
+                    origin, size, offset, constant = _bytes(where, kind, value, cast), 0, 0, True
+                    size = len(origin)
+                pointers[i] = self._dll.mtl_alloc(size, offset, i, int(constant))
+                ctypes.memmove(pointers[i], origin, size)
+                if not constant:
+                    back.append((origin, pointers[i], size))
+            grid, group = _sizes(kernel.name, threads, group_size)
+            low, high = (getattr(self._dll, f"{end}_{kernel.name}") for end in ("lo", "hi"))
+            low.restype = high.restype = ctypes.c_void_p
+            run = ctypes.cast(getattr(self._dll, f"run_{kernel.name}"), ctypes.c_void_p)
+            memory = ctypes.c_void_p(low()), ctypes.c_void_p(high())
+            self._dll.mtl_launch(run, pointers, grid, group, *memory, int(self._backwards), error)
+            for origin, pointer, size in back:
+                ctypes.memmove(origin, pointer, size)
+        finally:
+            self._dll.mtl_free_all()
+        if error.value:
+            told = re.sub(r"@([0-9a-f]+)", lambda m: self._line(m[1]), error.value.decode())
+            raise EmulationError(f"{kernel.name}: {told}")
+
+    def _line(self, offset: str) -> str:
+        """The innermost frame in the source, not in the shim."""
+        frames = _run("addr2line", "-i", "-e", self._file, "0x" + offset).split("\n")
+        frame = next((f for f in frames if ".metal:" in f), frames[0])
+        file, _, line = frame.split(" ")[0].rpartition(":")
+        return f"line {line}" if file.endswith("source.metal") else f"{Path(file).name}, line {line}"
+
+
+def _tensor(where: str, x: torch.Tensor) -> tuple[int, int, int]:
+    """Address, bytes up to the last element, and where in 16 bytes it starts: kernels see no strides."""
+    if x.device.type != "cpu":
+        raise EmulationError(f"{where}: the emulator takes CPU tensors, got {x.device}")
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    return x.data_ptr(), (last + 1) * x.element_size(), x.storage_offset() * x.element_size() % 16
+
+
+def _bytes(where: str, kind: str, value: Any, cast: str) -> bytes:
+    """A number or list as torch sends it: int64 and float32 unless a cast says otherwise."""
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    if not values or not all(isinstance(x, (int, float)) for x in values):
+        raise EmulationError(f"{where}: an argument is a tensor, a number or a list of numbers, got {value!r}")
+    if cast and cast not in CASTS:
+        raise EmulationError(f"{where}: a cast is one of {list(CASTS)}, got {cast}")
+    code = CASTS[cast] if cast else "f" if isinstance(values[0], float) else "q"
+    if code == "bf16":
+        data = torch.tensor(values).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    else:
+        data = struct.pack(f"<{len(values)}{code}", *(x if code in "fe" else int(x) for x in values))
+    size, floating = len(data) // len(values), code in ("f", "e", "bf16")
+    if SIZES.get(kind) != size or floating != (kind in ("float", "half")):
+        raise EmulationError(f"{where} is {kind}, got {len(values)} of {cast or ('float32' if floating else 'int64')}")
+    if len(data) > MOST_BYTES:
+        raise EmulationError(f"{where}: a list has at most {MOST_BYTES} bytes, got {len(data)}")
+    return data
+
+
+def _sizes(name: str, threads: Any, group_size: Any) -> tuple[Any, Any]:
+    def row(given: Any) -> tuple[int, ...]:
+        return (given,) if isinstance(given, int) else tuple(given)
+
+    if threads is None:
+        raise EmulationError(f"{name}: the number of threads is undefined")
+    grid = row(threads)
+    group = row(group_size) if group_size is not None else (min(grid[0], 1024), 1, 1)[: len(grid)]
+    if not 1 <= len(grid) == len(group) <= 3 or min(*grid, *group) < 1:
+        raise EmulationError(f"{name}: threads and group_size must be as many positive numbers, got {grid} and {group}")
+    return tuple((ctypes.c_uint * 3)(*(size + (1, 1))[:3]) for size in (grid, group))
+
+
+@functools.lru_cache(maxsize=None)
+def compile_shader(source: str, backwards: bool = False) -> Library:
+    return Library(source, backwards)

@@ -1,0 +1,201 @@
+"""The emulator of Metal: right results, and a kernel broken on purpose is caught with the line that is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backends.metal import emulator
+from tests.backends.metal.emulator import EmulationError, compile_shader
+
+pytestmark = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
+
+SOURCE = (Path(__file__).parent / "sketch.metal").read_text()
+LEVELS = np.array([float(x) for x in re.findall(r"-?\d\.\d{3}(?=f)", SOURCE)][:16])
+SCALE = 128**-0.5
+HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+
+def inputs(heads, tokens, seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((heads, 4, 128), np.float32) * 3
+    key_codes, value_codes = rng.integers(0, 256, (2, heads, tokens, 64), np.uint8)
+    key_scales, value_scales = rng.uniform(0.5, 1.5, (2, heads, tokens)).astype(np.float16)
+    return q, key_codes, key_scales, value_codes, value_scales
+
+
+def expected(q, key_codes, key_scales, value_codes, value_scales):
+    def expand(codes, scales):
+        levels = LEVELS[np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:2], 128)]
+        return levels * scales[..., None].astype(float)
+
+    p = np.einsum("hgd,htd->hgt", q.astype(float), expand(key_codes, key_scales)) * SCALE
+    p = np.exp(p - p.max(-1, keepdims=True))
+    return np.einsum("hgt,htd->hgd", p / p.sum(-1, keepdims=True), expand(value_codes, value_scales))
+
+
+def attend(source, data, splits=3, backwards=False):
+    library = compile_shader(source, backwards)
+    heads, tokens = data[2].shape
+    partial, statistics = torch.empty(splits, heads, 4, 128), torch.empty(splits, heads, 4, 2)
+    out = torch.empty(heads, 4, 128)
+    library.decode(
+        *(torch.from_numpy(x.copy()) for x in data), partial, statistics, tokens, -(-tokens // splits), SCALE,
+        threads=(splits * 128, heads), group_size=(128, 1), arg_casts={7: "int32", 8: "int32"},
+    )  # fmt: skip
+    sizes = {"threads": (128, heads * 4), "group_size": (128, 1), "arg_casts": "int32"}
+    library.merge(partial, statistics, out, splits, heads * 4, **sizes)
+    return out.numpy()
+
+
+@pytest.mark.parametrize(("heads", "tokens", "splits"), [(1, 1, 1), (1, 40, 3), (1, 5, 4), (2, 257, 4)])
+def test_attention_is_right_in_any_order_of_threads(heads, tokens, splits):
+    data = inputs(heads, tokens, tokens)
+    got = attend(SOURCE, data, splits)
+    assert abs(got - expected(*data)).max() < 2e-5
+    assert np.array_equal(got, attend(SOURCE, data, splits, backwards=True))
+
+
+BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);"
+READS = "top = max(top, scores[s][head].x)"
+ROW = "uint row = (where.x * groups.y + where.y) * 4 + head;"
+AFTER = "scores[team][head] = float2(top, whole);"
+CODES = "expand(key_codes"
+BROKEN = {  # what: error, the line that is wrong, what is replaced, by what
+    "missing barrier": ("uninitialised|race", READS, BARRIER, ""),
+    "a device barrier instead": ("race: .* reads threadgroup", READS, BARRIER, BARRIER.replace("mem_threadgroup)", "mem_device)")),
+    "barrier in one simdgroup": ("race: .* reads threadgroup", READS, BARRIER, "if (team == 0)" + BARRIER),
+    "barrier by half a simdgroup": ("divergence", BARRIER, BARRIER, "if (lane < 16)" + BARRIER + "else" + BARRIER),
+    "write after read": ("race: .* reads threadgroup", READS, ROW, "if (lane == 0) " + AFTER + ROW),
+    "memory nobody wrote": ("uninitialised", READS, "if (lane == 0) scores", "if (lane == 0 && team > 0) scores"),
+    "one token too many": ("out of range: read", CODES, "t < end; t += 4", "t <= end; t += 4"),
+    "a row too far": ("out of range: read", CODES, "key_codes[row * 32 + lane]", "key_codes[row * 33 + lane]"),
+    "a vector too far": ("out of range: read of 4 bytes at byte 4096", "query[h] = queries", "* 32 + lane] * scale", "* 32 + lane + 1] * scale"),
+    "a vector written too far": ("out of range: write", "] = merged;", "partial[row * 32 + lane]", "partial[row * 32 + lane + 1]"),
+    "a negative index": ("out of range: read", "value_scales[row]", "value_scales[row]", "value_scales[int(row) - 1]"),
+    "a table index of 5 bits": ("out of range: index", "LEVELS[codes & 15]", "LEVELS[codes & 15]", "LEVELS[codes & 31]"),
+    "a thread index too far": ("out of range: index", "highest[h] = top;", "highest[h] = top;", "highest[h + 1] = top;"),
+    "a threadgroup index too far": ("out of range: index", "sums[team][h]", "sums[team][h]", "sums[team][h + 1]"),
+    "a threadgroup pointer too far": ("out of range: read", "merged += sums", "sums[s][head][lane] * factor", "(&sums[s][head][0])[lane + 1024] * factor"),
+    "simd_sum in divergent code": ("divergence", "simd_sum(score)", "score = simd_sum", "if (lane < 16) score = simd_sum"),
+    "simd_sum in both branches": ("divergence", "simd_sum(score)", "score = simd_sum(score);", "if (lane < 16) score = simd_sum(score); else score = simd_sum(score);"),
+    "return before simd_sum": ("divergence", "simd_sum(score)", "score = simd_sum", "if (lane == 31) return; score = simd_sum"),
+    "splits writing one row": ("race: .* writes device", "] = merged;", ROW, "uint row = where.y * 4 + head;"),
+    "a misaligned vector": ("misaligned", "query[h] = queries", "queries[(where.y * 4 + h) * 32 + lane]", "*(device const float4*)((device const float*)queries + (where.y * 4 + h) * 128 + lane)"),
+    "a shuffle past the simdgroup": ("out of range: simd_shuffle reads lane 40", "simd_sum(score)", "score = simd_sum(score);", "score = simd_sum(score); score += simd_shuffle(score, 40);"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_kernels_are_caught(what):
+    kind, at, old, new = BROKEN[what]
+    assert SOURCE.count(old) == 1
+    assert SOURCE.count(at) == 1
+    line = SOURCE[: SOURCE.index(at)].count("\n") + 1
+    with pytest.raises(EmulationError, match=rf"(?s){kind}.*\bline {line}\b"):
+        attend(SOURCE.replace(old, new), inputs(2, 40))
+
+
+def test_simdgroup_barrier_orders_a_simdgroup():
+    fence = "simdgroup_barrier(mem_flags::mem_threadgroup); if (lane == 0) "
+    attend(SOURCE.replace(ROW, fence + AFTER + ROW), inputs(2, 40))
+
+
+REFUSED = {
+    "declare one threadgroup array": (SOURCE.replace("sums[4][4][32];", "sums[4][4][32], more[4];")),
+    "Metal has no double": HEADER + "kernel void f(device float* x) { double y = 1; x[0] = float(y); }",
+    "Metal has no goto": HEADER + "kernel void f(device float* x) { goto end; end: x[0] = 1; }",
+    "Metal has no new": HEADER + "kernel void f(device float* x) { x[0] = *new float; }",
+    "no address space, at line 3": HEADER + "static float g(const float* x) { return *x; }",
+    "recursion: g calls h calls g": HEADER
+    + "static int h(int x);\nstatic int g(int x) { return h(x); }\nstatic int h(int x) { return g(x); }",
+    "outside functions must be constant, at line 3": HEADER + "const float x[2] = {1, 2};",
+    "belongs into a kernel": HEADER + "static void f() { threadgroup float x[2]; }",
+    "must be device or constant": HEADER + "kernel void f(thread float* x) { x[0] = 1; }",
+    "at most 31": HEADER + f"kernel void f({', '.join(f'device float* x{i}' for i in range(32))}) {{ }}",
+    "refused the source": HEADER + "kernel void f(device float* x) { x[0] = y; }",
+}
+
+
+@pytest.mark.parametrize("error", REFUSED)
+def test_what_metal_refuses_is_refused(error):
+    with pytest.raises(EmulationError, match=error):
+        compile_shader(REFUSED[error])
+
+
+def test_limits_of_a_launch():
+    source = HEADER + "kernel void big(device float* x) { threadgroup float y[8193]; y[0] = 1; x[0] = y[0]; }"
+    x = torch.zeros(1)
+    with pytest.raises(EmulationError, match="at most 32768"):
+        compile_shader(source).big(x, threads=1)
+    with pytest.raises(EmulationError, match="at most 1024"):
+        compile_shader(source.replace("8193", "8")).big(x, threads=2048, group_size=2048)
+
+
+def test_arguments_follow_torch():
+    source = HEADER + (
+        "kernel void add(device float* x, constant long& a, constant float& b, constant int* c,"
+        " uint i [[thread_position_in_grid]]) { x[i] = float(a) + b + float(c[1]); }"
+    )
+    add, x = compile_shader(source).add, torch.zeros(3)
+    add(x, 5, 0.5, [1, 20], arg_casts={3: "int32"})  # as many threads as the first tensor has elements
+    assert x.tolist() == [25.5] * 3
+    with pytest.raises(EmulationError, match="c is int, got 2 of int64"):
+        add(x, 5, 0.5, [1, 20])
+    with pytest.raises(EmulationError, match="b is float, got 1 of int64"):
+        add(x, 5, 1, [1, 20], arg_casts={3: "int32"})
+    with pytest.raises(EmulationError, match="a cast is one of"):
+        add(x, 5, 0.5, [1, 20], arg_casts={3: "int64"})
+    with pytest.raises(EmulationError, match="takes 4 arguments"):
+        add(x, 5)
+    with pytest.raises(EmulationError, match="at most 4096 bytes"):
+        add(x, 5, 0.5, [1] * 1025, arg_casts={3: "int32"})
+
+
+def test_simd_operations_and_a_ragged_last_group():
+    library = compile_shader(
+        HEADER
+        + """kernel void many(device const half4* x, device float* y, device uint* z, constant int& add,
+          uint i [[thread_position_in_grid]], uint n [[threads_per_threadgroup]],
+          ushort lane [[thread_index_in_simdgroup]]) {
+            float v = float(dot(x[i], half4(1.0h)));
+            y[i] = simd_max(v) + simd_broadcast(v, 3) * 0.1;
+            uint4 bits = uint4(as_type<uint>(v), simd_shuffle_xor(i, 1), simd_shuffle(i, lane / 2), n);
+            z[i] = bits.x ^ (bits.y + bits.z * 256) ^ uint(add) ^ bits[3];
+          }"""
+    )
+    x = np.random.default_rng(1).integers(-8, 8, (102, 4)).astype(np.float16)
+    y, z = torch.zeros(102), torch.zeros(102, dtype=torch.int32)
+    library.many(torch.from_numpy(x), y, z, -5, threads=102, group_size=64, arg_casts={3: "int32"})
+    v, i = x.sum(1).astype(np.float32), np.arange(102, dtype=np.uint32)
+    first = i // 64 * 64 + i % 64 // 32 * 32
+    top = np.array([v[f : min(f + 32, 102 if f >= 64 else 64)].max() for f in first])
+    size = np.where(i < 64, 64, 38).astype(np.uint32)
+    bits = (
+        v.view(np.uint32) ^ ((i ^ 1) + (first + (i - first) // 2) * 256).astype(np.uint32) ^ np.uint32(2**32 - 5) ^ size
+    )
+    assert np.array_equal(y.numpy(), top + v[first + 3] * np.float32(0.1))
+    assert np.array_equal(z.numpy().view(np.uint32), bits)
+
+
+def test_matrices_and_atomics():
+    library = compile_shader(
+        HEADER
+        + """kernel void product(device const float* a, device const float* b, device float* c, device atomic_int* n,
+          uint lane [[thread_index_in_simdgroup]]) {
+            simdgroup_float8x8 x, y, z = simdgroup_float8x8(2.0f);
+            simdgroup_load(x, a, 24);
+            simdgroup_load(y, b, 8, ulong2(0, 0), true);
+            simdgroup_multiply_accumulate(z, x, y, z);
+            simdgroup_store(z, c, 8);
+            atomic_fetch_add_explicit(n, int(lane), memory_order_relaxed);
+          }"""
+    )
+    a, b, c, n = torch.randn(8, 24), torch.randn(8, 8), torch.zeros(8, 8), torch.zeros(1, dtype=torch.int32)
+    library.product(a, b, c, n, threads=32)
+    torch.testing.assert_close(c, a[:, :8] @ b.T + 2 * torch.eye(8))
+    assert int(n) == 31 * 16
