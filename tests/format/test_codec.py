@@ -96,7 +96,7 @@ def test_int8_table_is_the_best_of_its_kind(bits, excess):
 def test_cubic_table_is_the_best_of_its_kind(bits, excess):
     pinned = codebook.mse(codebook.table("cubic", bits))
     assert pinned / codebook.mse(codebook.lloyd_max(bits)) - 1 < excess
-    a, b = codebook._CUBIC[bits]
+    a, b = codebook.CUBIC[bits]
     x = np.arange(2**bits) - (2**bits - 1) / 2
     for da, db in ((1e-4, 0), (-1e-4, 0), (0, 1e-3), (0, -1e-3), (1e-4, -1e-3), (-1e-4, 1e-3)):
         nudged = a * (1 + da) * x * (1 + b * (1 + db) * x * x)

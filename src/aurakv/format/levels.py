@@ -30,7 +30,7 @@ _INT8: dict[int, tuple[float, Sequence[int]]] = {
 }
 
 # level = a·x·(1 + b·x²) with x = code − (2^bits − 1)/2: (a, b).
-_CUBIC: dict[int, tuple[float, float]] = {
+CUBIC: dict[int, tuple[float, float]] = {
     2: (0.8928869, 0.05677371),
     3: (0.4714552, 0.02457252),
     4: (0.2405073, 0.008721277),
@@ -48,7 +48,7 @@ POLY7: dict[int, tuple[float, float, float, float]] = {
 }
 
 # level = distance · (code − (2^bits − 1)/2).
-_UNIFORM = {2: 0.9956867, 3: 0.5860194, 4: 0.3352006, 5: 0.1881388, 6: 0.104063, 8: 0.03076239}
+UNIFORM = {2: 0.9956867, 3: 0.5860194, 4: 0.3352006, 5: 0.1881388, 6: 0.104063, 8: 0.03076239}
 
 # Codes read as floats of 2 exponent bits and bits − 2 mantissa bits: (scale, what lies below the last mantissa bit).
 _MINIFLOAT: dict[int, tuple[float, float]] = {3: (0.16478, 190 / 512), 4: (0.09141, 88 / 256)}
@@ -88,12 +88,12 @@ def table(name: str, bits: int) -> Levels:
     if name == "int8" and bits in _INT8:
         divisor, integers = _INT8[bits]
         return _mirror([i / divisor for i in integers])
-    if name == "cubic" and bits in _CUBIC:
-        a, b = _CUBIC[bits]
+    if name == "cubic" and bits in CUBIC:
+        a, b = CUBIC[bits]
         steps = [i + 0.5 for i in range(2 ** (bits - 1))]
         return _mirror([a * x * (1 + b * x * x) for x in steps])
-    if name == "uniform" and bits in _UNIFORM:
-        return _mirror([_UNIFORM[bits] * (i + 0.5) for i in range(2 ** (bits - 1))])
+    if name == "uniform" and bits in UNIFORM:
+        return _mirror([UNIFORM[bits] * (i + 0.5) for i in range(2 ** (bits - 1))])
     if name == "poly7" and bits in POLY7:
         a, b, c, d = POLY7[bits]
         half = []
@@ -118,8 +118,8 @@ TABLES = ("lloyd-max", "int8", "cubic", "poly7", "minifloat", "uniform")
 def widths(name: str) -> list[int]:
     """The widths for which a named table is defined."""
     known: dict[str, Iterable[int]] = {
-        "lloyd-max": CODE_BITS, "int8": _INT8, "cubic": _CUBIC, "poly7": POLY7, "minifloat": _MINIFLOAT,
-        "uniform": _UNIFORM,
+        "lloyd-max": CODE_BITS, "int8": _INT8, "cubic": CUBIC, "poly7": POLY7, "minifloat": _MINIFLOAT,
+        "uniform": UNIFORM,
     }  # fmt: skip
     return list(known[name])
 

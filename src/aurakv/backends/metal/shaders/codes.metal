@@ -1,0 +1,86 @@
+// Stored vectors of one side: units of 16 channels, from memory to numbers. The launcher writes `key_` or `value_` for
+// `side_` and puts the constants in front:
+//   SIDE_BITS, SIDE_DIM, SIDE_ROW   bits of a code, channels, bytes of a row
+//   SIDE_DTYPE                      of the scale; at 16 bits of the vector
+//   SIDE_LEVELS                     how a code becomes its level: by shuffle, by arithmetic, from the table
+//   SIDE_TABLE                      the levels in constant memory
+// A unit is 2·bits bytes and starts at a multiple of the size of the words that it is read by.
+#define SIDE_UNITS ((SIDE_DIM + 15) / 16)
+#define SIDE_PADDED (SIDE_UNITS * 16)
+
+#if SIDE_BITS == 16
+#define SIDE_WORDS (SIDE_DTYPE == 0 ? 16 : 8)
+#else
+#define SIDE_WORDS ((SIDE_BITS + 1) / 2)
+#endif
+
+// The words of a unit; at 16 bits channels behind the last one are 0.
+static inline void side_fetch(device const uchar* row, uint unit, thread uint* words) {
+#if SIDE_BITS == 16 && SIDE_DIM % 16 == 0
+  device const uint4* from = (device const uint4*)row + unit * (SIDE_WORDS / 4);
+  for (uint i = 0; i < SIDE_WORDS / 4; ++i) {
+    uint4 four = from[i];
+    for (uint j = 0; j < 4; ++j) words[4 * i + j] = four[j];
+  }
+#elif SIDE_BITS == 16
+  for (uint i = 0; i < 16 && unit * 16 + i < SIDE_DIM; ++i) {
+    if (SIDE_DTYPE == 0) words[i] = ((device const uint*)row)[unit * 16 + i];
+    else words[i / 2] |= uint(((device const ushort*)row)[unit * 16 + i]) << (16 * (i % 2));
+  }
+#elif SIDE_BITS == 8
+  uint4 four = ((device const uint4*)row)[unit];
+  for (uint j = 0; j < 4; ++j) words[j] = four[j];
+#elif SIDE_BITS == 4
+  uint2 two = ((device const uint2*)row)[unit];
+  words[0] = two.x;
+  words[1] = two.y;
+#elif SIDE_BITS % 2 == 0
+  for (uint i = 0; i < SIDE_WORDS; ++i) words[i] = ((device const uint*)row)[unit * SIDE_WORDS + i];
+#else
+  for (uint i = 0; i < SIDE_BITS; ++i)
+    words[i / 2] |= uint(((device const ushort*)row)[unit * SIDE_BITS + i]) << (16 * (i % 2));
+#endif
+}
+
+#if SIDE_BITS == 16
+static inline float side_number(thread const uint* words, uint i, float mine) {
+  if (SIDE_DTYPE == 0) return as_type<float>(words[i]);
+  uint bits = (words[i / 2] >> (16 * (i % 2))) & 0xffffu;
+  return SIDE_DTYPE == 1 ? float(as_type<half>(ushort(bits))) : as_type<float>(bits << 16);
+}
+#else
+static inline uint side_code(thread const uint* words, uint i) {
+  uint bit = i * SIDE_BITS, code = words[bit / 32] >> (bit % 32);
+  if (bit % 32 + SIDE_BITS > 32) code |= words[bit / 32 + 1] << (32 - bit % 32);
+  return code & ((1u << SIDE_BITS) - 1u);
+}
+
+static inline float side_level(uint code, float mine) {
+#if SIDE_LEVELS == BY_SHUFFLE  // every lane must be here
+  return simd_shuffle(mine, ushort(code));
+#elif SIDE_LEVELS == BY_UNIFORM
+  return SIDE_A * (float(code) - (float(1u << SIDE_BITS) - 1.0f) * 0.5f);
+#elif SIDE_LEVELS == BY_CUBIC
+  float x = float(code) - (float(1u << SIDE_BITS) - 1.0f) * 0.5f;
+  return SIDE_A * x * (1.0f + SIDE_B * x * x);
+#elif SIDE_LEVELS == BY_POLY7  // each step is rounded to half once, as format.md says
+  half x = half(float(2 * code + 1) * (1.0f / float(1u << SIDE_BITS)) - 1.0f);
+  half s = x * x;
+  half w = fma(s, fma(s, half(SIDE_D), half(SIDE_C)), half(SIDE_B));
+  return SIDE_A * float(fma(s * x, w, x));
+#else
+  return SIDE_TABLE[code];
+#endif
+}
+
+static inline float side_number(thread const uint* words, uint i, float mine) { return side_level(side_code(words, i), mine); }
+#endif
+
+// What a lane keeps of the levels for shuffles.
+static inline float side_own_level(uint lane) {
+#if SIDE_BITS != 16 && SIDE_LEVELS == BY_SHUFFLE
+  return SIDE_TABLE[lane & ((1u << SIDE_BITS) - 1u)];
+#else
+  return 0.0f;
+#endif
+}
