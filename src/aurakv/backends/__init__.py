@@ -53,7 +53,12 @@ class Backend(Protocol):
 
 
 # Where a backend lives: a module is one, or has several in its dict `backends`. Imported when first asked.
-_AUTOMATIC = {"triton": ".triton.backend", "metal": ".metal", "native": ".native", "reference": ".reference"}  # best first
+_AUTOMATIC = {
+    "triton": ".triton.backend",
+    "metal": ".metal",
+    "native": ".native",
+    "reference": ".reference",
+}  # best first
 _NAMED = {f"native-{name}": ".native" for name in ("avx512", "avx2", "neon", "generic")}  # only when asked for
 _MODULES = {**_AUTOMATIC, **_NAMED}
 _registered: dict[str, Backend] = {}

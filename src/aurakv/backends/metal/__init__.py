@@ -1,7 +1,7 @@
 """Apple GPUs, in Metal through torch. Emulated on Linux; not yet run on an Apple GPU (docs/apple.md).
 
-Arithmetic is float32 whatever the precision. Kernels are Metal source in `shaders/`, specialised by constants and compiled by
-`torch.mps.compile_shader` when a format is first used. Importing this starts no device.
+Arithmetic is float32 whatever the precision. Kernels are Metal source in `shaders/`, specialised by constants and
+compiled by `torch.mps.compile_shader` when a format is first used. Importing this starts no device.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from ...attention.partial import Partial
-from ...attention.scoring import Scoring
-from ...attention.step import Rows, Run, Step, in_two_calls
+from ...attention.scoring import Scoring, scoring_uncompressed
+from ...attention.step import Rows, Run, Step, written
 from ...errors import InputError
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
-from .launch import Compiler, Launcher
+from . import append, vectors
+from .attend import dense, prepare_attend, stored
+from .kernels import Compiler, Kernels
 from .source import WIDTHS
 
 LIMIT = "emulated on Linux; not yet run on an Apple GPU"
@@ -30,12 +32,12 @@ class Metal:
     def __init__(self, name: str = "metal", device_type: str = "mps", compiler: Compiler | None = None) -> None:
         self.name = name
         self._device_type, self._compiler = device_type, compiler
-        self._made: Launcher | None = None
+        self._made: Kernels | None = None
 
     @property
-    def _launcher(self) -> Launcher:
+    def _kernels(self) -> Kernels:
         if self._made is None:
-            self._made = Launcher(self._compiler or torch.mps.compile_shader)
+            self._made = Kernels(self._compiler or torch.mps.compile_shader)
         return self._made
 
     def why_not(self, format: Format | None, device: torch.device) -> str | None:
@@ -53,25 +55,26 @@ class Metal:
         return 0  # torch's allocator keeps what calls need
 
     def encode(self, x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
-        return self._launcher.encode(_single(x), codec, offset)
+        return vectors.encode(self._kernels, _single(x), codec, offset)
 
     def decode(self, codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float64 and codes.data.device.type == "mps":
             raise InputError("an Apple GPU decodes to float32, float16 or bfloat16, got torch.float64")
         work = torch.float32 if dtype == torch.float64 else dtype
-        return self._launcher.decode(codes, codec, offset, rotated, work).to(dtype)
+        return vectors.decode(self._kernels, codes, codec, offset, rotated, work).to(dtype)
 
     def scores(self, q: Tensor, codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor:
-        return self._launcher.scores(_single(q), codes, codec, offset).to(q.dtype)
+        return vectors.scores(self._kernels, _single(q), codes, codec, offset).to(q.dtype)
 
     def values(self, weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, threshold: float) -> Tensor:
-        return self._launcher.values(_single(weights), codes, codec, offset, threshold).to(weights.dtype)
+        return vectors.values(self._kernels, _single(weights), codes, codec, offset, threshold).to(weights.dtype)
 
     def append(self, pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:
-        self._launcher.append(pages, _single(k), _single(v), rows)
+        k, v = _single(k), _single(v)
+        append.prepare_append(self._kernels, pages, k, v, rows)(k, v)
 
     def append_codes(self, pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:
-        self._launcher.append_codes(pages, keys, values, rows)
+        append.append_codes(self._kernels, pages, keys, values, rows)
 
     def attend(
         self,
@@ -85,7 +88,8 @@ class Metal:
         precision: str,
         workspace: Tensor | None,
     ) -> Partial:
-        return _like(q, self._launcher.attend(_single(q), pages, rows, ends, scoring, sink_logits, splits))
+        x, place = _single(q), stored(pages, scoring, q.shape[0])
+        return _like(q, prepare_attend(self._kernels, x, [place], rows, ends, sink_logits, splits)(x, None))
 
     def attend_dense(
         self,
@@ -98,11 +102,34 @@ class Metal:
         scoring: Scoring,
         sink_logits: Tensor | None,
     ) -> Partial:
-        launcher = self._launcher
-        return _like(q, launcher.attend_dense(_single(q), _single(k), _single(v), rows, key_starts, ends, scoring, sink_logits))
+        x, place = _single(q), dense(_single(k), _single(v), key_starts, scoring, q.shape[0])
+        return _like(q, prepare_attend(self._kernels, x, [place], rows, ends, sink_logits, None)(x, None))
 
     def prepare_step(self, step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
-        return in_two_calls(self, step)
+        """All kernels and numbers are chosen here. A decode takes six launches: room, keys, values, queries, attention
+        and merge; with uncompressed tokens five more, and one merge for both."""
+        pages, rows, also = step.pages, step.rows, step.uncompressed
+        factor = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
+        appends = []
+        if k is not None and v is not None:
+            new = _single(k), _single(v)
+            appends.append(append.prepare_append(self._kernels, pages, *new, rows, factor, step.counted))
+            if also is not None and step.uncompressed_too:
+                appends.append(append.prepare_append(self._kernels, also, *new, rows, factor))
+        places = [stored(pages, step.scoring, q.shape[0])]
+        if also is not None:
+            places.append(stored(also, scoring_uncompressed(step.scoring), q.shape[0]))
+        ends = pages.lengths if step.ends is None else step.ends
+        attend = prepare_attend(self._kernels, _single(q), places, rows, ends, step.sink_logits, step.splits, factor)
+
+        def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
+            if k is not None and v is not None:
+                for each in appends:
+                    each(_single(k), _single(v))
+            part = _like(q, attend(_single(q), out))
+            return part if out is None or part.out is out else written(part, out)
+
+        return run
 
 
 def _single(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Metal source: the files of `shaders/` one after the other, with the constants of a format in front.
 
-A file is written for one "side". Where a kernel reads keys and values it is taken twice, with other names and constants.
+A file is written for one "side". Where a kernel reads keys and values it is taken twice, with other names and
+constants.
 """
 
 from __future__ import annotations
@@ -24,17 +25,11 @@ SHUFFLED_BITS = 5  # a simdgroup holds as many levels as it has lanes
 
 # What launches pass as the list `numbers`, in this order.
 NUMBERS = (
-    "SEQS", "TOKENS", "HEADS", "KV_HEADS", "GROUP", "ROWS", "KEYS", "STRIDE", "HEAD_STRIDE", "PAGE_SIZE", "WIDTH", "PINNED",
-    "PAGES", "PIECE", "RING", "COUNTED", "ROW", "SCALE", "CODES", "SCALES", "KEY_CODES", "KEY_SCALES", "VALUE_CODES",
-    "VALUE_SCALES", "CAUSAL", "WINDOW", "SINKS", "FIRST", "RECENT", "ONLY_UNCOMPRESSED", "SPLITS", "ROTATED", "HAS_OFFSET",
+    "SEQS", "TOKENS", "HEADS", "KV_HEADS", "GROUP", "ROWS", "KEYS", "STRIDE", "HEAD_STRIDE", "PAGE_SIZE", "WIDTH",
+    "PINNED", "PAGES", "PIECE", "RING", "COUNTED", "ROW", "SCALE", "CODES", "SCALES", "KEY_CODES", "KEY_SCALES", "VALUE_CODES", "VALUE_SCALES", "CAUSAL", "WINDOW", "SINKS", "FIRST", "RECENT", "ONLY_UNCOMPRESSED", "SPLITS",
+    "MORE_SPLITS", "ROTATED", "HAS_OFFSET",
     "HAS_FACTOR", "HAS_LOGITS",
 )  # fmt: skip
-
-
-def numbers(**given: int) -> list[int]:
-    """Arguments of a kernel by name; those it does not ask for are 0. Positions and windows stop at 2^31 − 1."""
-    assert given.keys() <= set(NUMBERS)
-    return [min(int(given.get(name, 0)), 2**31 - 1) for name in NUMBERS]
 
 
 def lanes(codec: Codec) -> int:
@@ -50,7 +45,9 @@ def chunk(codec: Codec, most: int) -> int:
 
 @functools.cache
 def _file(name: str) -> str:
-    return importlib.resources.files(__package__).joinpath("shaders", f"{name}.metal").read_text(encoding="utf-8")
+    return (
+        importlib.resources.files(__package__).joinpath("shaders").joinpath(f"{name}.metal").read_text(encoding="utf-8")
+    )
 
 
 def _files(*names: str) -> str:
@@ -129,7 +126,9 @@ def _array(declaration: str, values: Iterable[str]) -> str:
     return f"constant {declaration}[{len(listed)}] = {{{', '.join(listed)}}};\n"
 
 
-_HEAD = _defines({name: i for i, name in enumerate(LEVELS)} | {f"N_{name}": f"numbers[{i}]" for i, name in enumerate(NUMBERS)})
+_HEAD = _defines(
+    {name: i for i, name in enumerate(LEVELS)} | {f"N_{name}": f"numbers[{i}]" for i, name in enumerate(NUMBERS)}
+)
 
 
 @functools.cache
