@@ -26,9 +26,9 @@ SHUFFLED_BITS = 5  # a simdgroup holds as many levels as it has lanes
 # What launches pass as the list `numbers`, in this order.
 NUMBERS = (
     "SEQS", "TOKENS", "HEADS", "KV_HEADS", "GROUP", "ROWS", "KEYS", "STRIDE", "HEAD_STRIDE", "PAGE_SIZE", "WIDTH",
-    "PINNED", "PAGES", "PIECE", "RING", "COUNTED", "ROW", "SCALE", "CODES", "SCALES", "KEY_CODES", "KEY_SCALES", "VALUE_CODES", "VALUE_SCALES", "CAUSAL", "WINDOW", "SINKS", "FIRST", "RECENT", "ONLY_UNCOMPRESSED", "SPLITS",
-    "MORE_SPLITS", "ROTATED", "HAS_OFFSET",
-    "HAS_FACTOR", "HAS_LOGITS",
+    "PINNED", "PAGES", "PIECE", "RING", "COUNTED", "ROW", "SCALE", "CODES", "SCALES", "KEY_CODES", "KEY_SCALES",
+    "VALUE_CODES", "VALUE_SCALES", "CAUSAL", "WINDOW", "SINKS", "FIRST", "RECENT", "ONLY_UNCOMPRESSED", "SPLITS",
+    "MORE_SPLITS", "ROTATED", "HAS_OFFSET", "HAS_FACTOR", "HAS_LOGITS",
 )  # fmt: skip
 
 

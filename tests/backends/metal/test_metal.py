@@ -1,0 +1,236 @@
+"""The Metal backend beside conformance: broken kernels are found, wild numbers stay in bounds, and what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import aurakv as kv
+from aurakv import backends
+from aurakv.attention import ops
+from aurakv.attention.scoring import Scoring
+from aurakv.attention.step import Rows, Step, in_two_calls
+from aurakv.backends import reference
+from aurakv.backends.metal import Metal
+from aurakv.storage.uncompressed import Uncompressed
+from aurakv.testing import CASES, run
+from tests.backends.metal import emulator
+from tests.backends.metal.emulator import EmulationError, compile_shader
+
+needs_emulator = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+BROKEN = {  # what: error, the case that finds it, what is replaced, by what
+    "a barrier behind expanded values is missing": (
+        "race|uninitialised", "all-keys",
+        f"      {BARRIER}\n      for (uint c = 0; c < VALUE_CHUNK / 8; ++c)",
+        "      for (uint c = 0; c < VALUE_CHUNK / 8; ++c)",
+    ),
+    "a barrier behind page numbers is missing": (
+        "race|uninitialised", "all-keys",
+        f"memory_order_relaxed);\n    }}\n    {BARRIER}", "memory_order_relaxed);\n    }",
+    ),
+    "scores are read before the simdgroup has stored them": (
+        "race", "all-keys",
+        "scores[team] + k * 8, BLOCK);\n    simdgroup_barrier(mem_flags::mem_threadgroup);",
+        "scores[team] + k * 8, BLOCK);",
+    ),
+    "a key past the page": (
+        "out of range: read", "all-keys", "+ N_KEY_CODES + ulong(row) *", "+ N_PIECE + ulong(row) *",
+    ),
+    "a table that is not there": (
+        "out of range: read", "all-keys", "table[seq * N_WIDTH + page]", "table[(seq + 1) * N_WIDTH + page]",
+    ),
+    "a shuffle in divergent code": (
+        "divergence", "sink-logits-minus-inf",
+        "float level = key_number(words, i, key_level);\n          for (uint h = 0; h < GROUP",
+        "float level = 0; if (its_page >= 0) level = key_number(words, i, key_level);\n for (uint h = 0; h < GROUP",
+    ),
+    "a misaligned row of codes": (
+        "misaligned", "sink-logits-minus-inf",
+        "data, page, kv_head, numbers) + N_KEY_CODES +", "data, page, kv_head, numbers) + 4 + N_KEY_CODES +",
+    ),
+    "splits that write one result": (
+        "race: .* writes device", "splits-7", "ulong to = ulong(split) *", "ulong to = ulong(0) *",
+    ),
+    "a mask that sees the future": ("differs by", "sink-logits-minus-inf", "!N_CAUSAL || key <= query", "true"),
+    "a maximum that is not carried": ("differs by|NaN", "peaked", "total *= keep;", ""),
+}  # fmt: skip
+
+
+@needs_emulator
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_kernels_are_found(what):
+    kind, name, old, new = BROKEN[what]
+    found = []
+
+    def compiler(source):
+        found.append(old in source)
+        return compile_shader(source.replace(old, new))
+
+    broken = Metal(f"broken {what}", "cpu", compiler)
+    backends.register(broken)
+    with pytest.raises((EmulationError, AssertionError), match=kind):
+        run(next(case for case in CASES if case.name == name), broken.name)
+    assert any(found)
+
+
+def filled(metal, storage="paged", name="k4v4", **options):
+    """A cache with three ragged sequences."""
+    backend, device = metal
+    format = kv.Format.parse(name, 64)
+    if storage == "ring":
+        cache = kv.KVCache.ring(format, 3, 2, 24, 3, device, page_size=8, backend=backend, **options)
+    else:
+        cache = kv.KVCache.paged(kv.PagePool(format, 40, 8, 2, torch.device(device)), 3, backend=backend, **options)
+    k, v = torch.randn(2, 60, 2, 64).to(device)
+    cache.append(k, v, [0, 30, 31, 60])
+    return cache
+
+
+@pytest.mark.parametrize("key_scale", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_step_is_an_append_and_an_attend(metal, key_scale, counted):
+    """With everything that a step may bring, against the reference, into a given tensor."""
+    torch.manual_seed(0)
+    backend, device = metal
+    cache = filled(metal, uncompressed=Uncompressed(2, 5, torch.float16))
+    cache.reserve(1)
+    pages, beside = cache.pages, cache.uncompressed_table.pages
+    copies = [
+        dataclasses.replace(x, **{n: getattr(x, n).cpu().clone() for n in ("data", "lengths", "table", "overflow")})
+        for x in (pages, beside)
+    ]
+    rows = Rows(torch.arange(4, dtype=torch.int32, device=device), single=True)
+    factors = torch.rand(2, 64) + 0.5 if key_scale else None
+    step = Step(
+        pages, rows, Scoring(first=2, recent=5, softcap=9.0), torch.randn(4).to(device), uncompressed=beside,
+        uncompressed_too=True, counted=counted, key_scale=None if factors is None else factors.to(device),
+    )  # fmt: skip
+    q, k, v = torch.randn(3, 4, 64), torch.randn(3, 2, 64), torch.randn(3, 2, 64)
+    there = [x.to(device) for x in (q, k, v)]
+    if counted:
+        for x in (pages.lengths, copies[0].lengths):
+            x += 1
+    out = torch.empty(3, 4, 64, device=device)
+    got = backends.select(backend, pages.format, pages.data.device).prepare_step(step, *there)(*there, out)
+    like = dataclasses.replace(
+        step, pages=copies[0], uncompressed=copies[1], rows=Rows(rows.starts.cpu(), True), key_scale=factors,
+        sink_logits=step.sink_logits.cpu(),
+    )  # fmt: skip
+    want = in_two_calls(reference, like)(q, k, v)
+    assert got.out is out
+    torch.testing.assert_close(out.cpu(), want.out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.lse.cpu(), want.lse, atol=2e-6, rtol=1e-5)
+    for mine, theirs in zip((pages, beside), copies, strict=True):
+        assert mine.lengths.tolist() == theirs.lengths.tolist()
+        for seq in range(3):
+            last = torch.tensor([int(theirs.lengths[seq]) - 1])
+            for a, b in zip(mine.stored(seq, last.to(device)), theirs.stored(seq, last), strict=True):
+                assert torch.equal(a.data.cpu(), b.data)
+
+
+def test_a_long_append_keeps_the_end_of_a_ring(metal):
+    """Longer than the ring: of tokens that share a slot only the last is written. Codes and vectors alike."""
+    torch.manual_seed(0)
+    backend, device = metal
+    pages = filled(metal, "ring").pages
+    k, v = torch.randn(2, 150, 2, 64)
+    starts = [0, 100, 100, 150]
+    twin = dataclasses.replace(
+        pages, **{n: getattr(pages, n).cpu().clone() for n in ("data", "lengths", "table", "overflow")}
+    )
+    third = dataclasses.replace(pages, data=pages.data.clone(), lengths=pages.lengths.clone())
+    kv.append(pages, k.to(device), v.to(device), starts, backend=backend)
+    kv.append(twin, k, v, starts, backend="reference")
+    codes = [kv.encode(x.to(device), c, backend=backend) for x, c in ((k, twin.format.key), (v, twin.format.value))]
+    backends.select(backend, twin.format, third.data.device).append_codes(
+        third, *codes, Rows(torch.tensor(starts, dtype=torch.int32, device=device))
+    )
+    assert pages.lengths.tolist() == twin.lengths.tolist() == third.lengths.tolist()
+    assert torch.equal(pages.data.cpu(), third.data.cpu())
+    for seq in range(3):
+        n = int(twin.lengths[seq])
+        held = torch.tensor([t for t in range(n) if t < 8 or t >= n - twin.wrap])
+        for a, b in zip(pages.stored(seq, held.to(device)), twin.stored(seq, held), strict=True):
+            assert torch.equal(a.data.cpu(), b.data)
+
+
+def test_what_does_not_fit_is_not_written(metal):
+    backend, device = metal
+    cache = filled(metal)
+    before, lengths = cache.pages.data.clone(), cache.pages.lengths.tolist()
+    x = torch.randn(101, 2, 64, device=device)
+    kv.append(cache.pages, x, x, [0, 1, 1, 101], backend=backend)  # the last one has no pages for so many
+    assert cache.pages.lengths.tolist() == [lengths[0] + 1, *lengths[1:]]
+    assert int(cache.pages.overflow) == 1
+    changed = (cache.pages.data != before).any(-1).any(-1).nonzero().flatten().tolist()
+    assert len(changed) <= 1
+
+
+@needs_emulator
+@pytest.mark.parametrize("seed", range(3))
+def test_wild_numbers_stay_in_bounds(metal, seed):
+    """Nobody reads starts, ends, lengths and tables on a GPU before a kernel does."""
+    rng = torch.Generator().manual_seed(seed)
+    cache = filled(metal, ["paged", "ring"][seed % 2])
+    device = cache.pages.data.device
+
+    def wild(*shape):
+        some = torch.randint(-(2**31), 2**31, shape, generator=rng)
+        near = torch.randint(-9, 60, shape, generator=rng)
+        return torch.where(torch.rand(shape, generator=rng) < 0.2, some, near).to(device, torch.int32)
+
+    pages = dataclasses.replace(cache.pages, table=wild(*cache.pages.table.shape), lengths=wild(3))
+    chosen = backends.select(metal[0], pages.format, device)
+    q, x = torch.randn(9, 4, 64, device=device), torch.randn(9, 2, 64, device=device)
+    for single in (False, True):
+        chosen.attend(q, pages, Rows(wild(4), single), wild(3), Scoring(window=20, sinks=2), None, 2, "fast", None)
+    chosen.attend_dense(q, x, x, Rows(wild(4)), wild(4), wild(3), Scoring(), None)
+    chosen.append(pages, x, x, Rows(wild(4)))
+
+
+@needs_emulator
+def test_the_order_of_threads_does_not_matter(metal):
+    results = []
+    for backwards in (False, True):
+        torch.manual_seed(0)
+        name = f"metal-backwards-{backwards}"
+        backends.register(Metal(name, "cpu", lambda source, b=backwards: compile_shader(source, b)))
+        cache = filled((name, "cpu"), uncompressed=Uncompressed(2, 5, torch.float16))
+        part = cache.step(*torch.randn(1, 60, 4, 64), *torch.randn(2, 60, 2, 64), [0, 20, 21, 60])
+        results.append((part.out, part.lse, *(codes.data for seq in range(3) for codes in cache.codes(seq))))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_attention(metal, causal):
+    torch.manual_seed(0)
+    backend, device = metal
+    q, k, v = torch.randn(12, 6, 20), torch.randn(30, 2, 20), torch.randn(30, 2, 36)
+    v[3, 1, 5] = torch.nan
+    starts, key_starts, scoring = [0, 5, 12], [0, 9, 30], Scoring(causal=causal, window=8, sinks=1)
+    want = ops.attend_dense(q, k, v, starts, key_starts, scoring, ends=[9, 40], backend="reference")
+    there = [x.to(device) for x in (q, k, v)]
+    got = ops.attend_dense(*there, starts, key_starts, scoring, ends=[9, 40], backend=backend)
+    torch.testing.assert_close(got.out.cpu(), want.out, atol=2e-6, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(got.lse.cpu(), want.lse, atol=2e-6, rtol=1e-5)
+
+
+def test_it_says_what_is_missing(monkeypatch):
+    assert "computes on mps, got cpu" in kv.why_not("metal")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert kv.why_not("metal", None, "mps") == "torch finds no Apple GPU"
+    monkeypatch.delattr(torch.mps, "compile_shader")
+    assert re.match("it needs torch 2.7 or newer", kv.why_not("metal", None, "mps"))
+
+
+def test_it_is_chosen_for_apple_gpus(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "compile_shader", lambda source: None, raising=False)
+    chosen = backends._best.__wrapped__(kv.Format.parse("k4v4", 128), torch.device("mps"), False)
+    assert chosen.name == "metal"
