@@ -29,11 +29,13 @@ def pytest_generate_tests(metafunc):
         chosen = metafunc.config.getoption("--backend") or [
             name for name in backends.names() if not name.startswith("broken") and _device(name)
         ]
-        metafunc.parametrize("backend", chosen)
+        marks = {"metal": pytest.mark.mps}
+        metafunc.parametrize("backend", [pytest.param(name, marks=marks.get(name, ())) for name in chosen])
 
 
 def _device(name: str) -> str | None:
     devices = ["cuda"] if torch.cuda.is_available() else []
+    devices += ["mps"] if name == "metal" and torch.backends.mps.is_available() else []
     return next((d for d in (*devices, "cpu") if backends.why_not(name, None, d) is None), None)
 
 

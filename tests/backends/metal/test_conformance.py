@@ -60,12 +60,13 @@ def random_case(seed: int) -> Case:
     dims = [rng.choice((16, 32, 48, 144, 224, 320, 1024) if b != 16 else (1, 20, 72, 100, 300)) for b in bits]
     storage = rng.choice(("contiguous", "ring", "paged"))
     return Case(
-        f"random-{seed}", f"k{bits[0]}v{bits[1]}", (dims[0], dims[1]), rng.choice((1, 2, 3)), rng.choice(GROUPS), storage,
-        rng.choice((1, 5, 16, 33)), rng.choice(list(PHASES)), rng.choice((torch.float32, torch.float16, torch.bfloat16)),
-        causal=storage == "ring" or rng.random() < 0.8, window=rng.choice((None, 1, 7, 30)), sinks=rng.choice((0, 2, 40)),
-        softcap=rng.choice((None, 4.0)), sink_logits=rng.choice(("none", "normal", "+inf")),
-        uncompressed=rng.choice(((0, 0), (3, 0), (0, 5), (2, 17))), offset=16 not in bits and rng.random() < 0.5,
-        splits=rng.choice((None, 2, 5)), damage=rng.choice(("none", "key", "value")),
+        f"random-{seed}", f"k{bits[0]}v{bits[1]}", (dims[0], dims[1]), rng.choice((1, 2, 3)), rng.choice(GROUPS),
+        storage, rng.choice((1, 5, 16, 33)), rng.choice(list(PHASES)),
+        rng.choice((torch.float32, torch.float16, torch.bfloat16)), causal=storage == "ring" or rng.random() < 0.8,
+        window=rng.choice((None, 1, 7, 30)), sinks=rng.choice((0, 2, 40)), softcap=rng.choice((None, 4.0)),
+        sink_logits=rng.choice(("none", "normal", "+inf")), uncompressed=rng.choice(((0, 0), (3, 0), (0, 5), (2, 17))),
+        offset=16 not in bits and rng.random() < 0.5, splits=rng.choice((None, 2, 5)),
+        damage=rng.choice(("none", "key", "value")),
     )  # fmt: skip
 
 

@@ -67,27 +67,82 @@ AFTER = "scores[team][head] = float2(top, whole);"
 CODES = "expand(key_codes"
 BROKEN = {  # what: error, the line that is wrong, what is replaced, by what
     "missing barrier": ("uninitialised|race", READS, BARRIER, ""),
-    "a device barrier instead": ("race: .* reads threadgroup", READS, BARRIER, BARRIER.replace("mem_threadgroup)", "mem_device)")),
+    "a device barrier instead": (
+        "race: .* reads threadgroup",
+        READS,
+        BARRIER,
+        BARRIER.replace("mem_threadgroup)", "mem_device)"),
+    ),
     "barrier in one simdgroup": ("race: .* reads threadgroup", READS, BARRIER, "if (team == 0)" + BARRIER),
     "barrier by half a simdgroup": ("divergence", BARRIER, BARRIER, "if (lane < 16)" + BARRIER + "else" + BARRIER),
     "write after read": ("race: .* reads threadgroup", READS, ROW, "if (lane == 0) " + AFTER + ROW),
     "memory nobody wrote": ("uninitialised", READS, "if (lane == 0) scores", "if (lane == 0 && team > 0) scores"),
     "one token too many": ("out of range: read", CODES, "t < end; t += 4", "t <= end; t += 4"),
     "a row too far": ("out of range: read", CODES, "key_codes[row * 32 + lane]", "key_codes[row * 33 + lane]"),
-    "a vector too far": ("out of range: read of 4 bytes at byte 4096", "query[h] = queries", "* 32 + lane] * scale", "* 32 + lane + 1] * scale"),
-    "a vector written too far": ("out of range: write", "] = merged;", "partial[row * 32 + lane]", "partial[row * 32 + lane + 1]"),
+    "a vector too far": (
+        "out of range: read of 4 bytes at byte 4096",
+        "query[h] = queries",
+        "* 32 + lane] * scale",
+        "* 32 + lane + 1] * scale",
+    ),
+    "a vector written too far": (
+        "out of range: write",
+        "] = merged;",
+        "partial[row * 32 + lane]",
+        "partial[row * 32 + lane + 1]",
+    ),
     "a negative index": ("out of range: read", "value_scales[row]", "value_scales[row]", "value_scales[int(row) - 1]"),
-    "a table index of 5 bits": ("out of range: index", "LEVELS[codes & 15]", "LEVELS[codes & 15]", "LEVELS[codes & 31]"),
-    "a thread index too far": ("out of range: index", "highest[h] = top;", "highest[h] = top;", "highest[h + 1] = top;"),
+    "a table index of 5 bits": (
+        "out of range: index",
+        "LEVELS[codes & 15]",
+        "LEVELS[codes & 15]",
+        "LEVELS[codes & 31]",
+    ),
+    "a thread index too far": (
+        "out of range: index",
+        "highest[h] = top;",
+        "highest[h] = top;",
+        "highest[h + 1] = top;",
+    ),
     "a threadgroup index too far": ("out of range: index", "sums[team][h]", "sums[team][h]", "sums[team][h + 1]"),
-    "a threadgroup pointer too far": ("out of range: read", "merged += sums", "sums[s][head][lane] * factor", "(&sums[s][head][0])[lane + 1024] * factor"),
-    "simd_sum in divergent code": ("divergence", "simd_sum(score)", "score = simd_sum", "if (lane < 16) score = simd_sum"),
-    "simd_sum in both branches": ("divergence", "simd_sum(score)", "score = simd_sum(score);", "if (lane < 16) score = simd_sum(score); else score = simd_sum(score);"),
-    "return before simd_sum": ("divergence", "simd_sum(score)", "score = simd_sum", "if (lane == 31) return; score = simd_sum"),
+    "a threadgroup pointer too far": (
+        "out of range: read",
+        "merged += sums",
+        "sums[s][head][lane] * factor",
+        "(&sums[s][head][0])[lane + 1024] * factor",
+    ),
+    "simd_sum in divergent code": (
+        "divergence",
+        "simd_sum(score)",
+        "score = simd_sum",
+        "if (lane < 16) score = simd_sum",
+    ),
+    "simd_sum in both branches": (
+        "divergence",
+        "simd_sum(score)",
+        "score = simd_sum(score);",
+        "if (lane < 16) score = simd_sum(score); else score = simd_sum(score);",
+    ),
+    "return before simd_sum": (
+        "divergence",
+        "simd_sum(score)",
+        "score = simd_sum",
+        "if (lane == 31) return; score = simd_sum",
+    ),
     "splits writing one row": ("race: .* writes device", "] = merged;", ROW, "uint row = where.y * 4 + head;"),
-    "a misaligned vector": ("misaligned", "query[h] = queries", "queries[(where.y * 4 + h) * 32 + lane]", "*(device const float4*)((device const float*)queries + (where.y * 4 + h) * 128 + lane)"),
-    "a shuffle past the simdgroup": ("out of range: simd_shuffle reads lane 40", "simd_sum(score)", "score = simd_sum(score);", "score = simd_sum(score); score += simd_shuffle(score, 40);"),
-}  # fmt: skip
+    "a misaligned vector": (
+        "misaligned",
+        "query[h] = queries",
+        "queries[(where.y * 4 + h) * 32 + lane]",
+        "*(device const float4*)((device const float*)queries + lane)",
+    ),
+    "a shuffle past the simdgroup": (
+        "out of range: simd_shuffle reads lane 40",
+        "simd_sum(score)",
+        "score = simd_sum(score);",
+        "score = simd_sum(score); score += simd_shuffle(score, 40);",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)

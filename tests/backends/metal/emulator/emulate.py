@@ -1,4 +1,4 @@
-"""`compile_shader(source).name(*args, threads=, group_size=, arg_casts=)` with the rules of torch.mps, on CPU tensors."""
+"""`compile_shader(source).kernel(*args, threads=, group_size=, arg_casts=)` as in torch.mps, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _folder() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _once(
         folder / "runtime.o",
-        lambda out: _run("g++", "-std=c++17", "-O2", "-g", "-fPIC", "-I", SHIM, "-c", SHIM / "runtime.cpp", "-o", out),
+        lambda out: _run("g++", "-std=c++17", "-O3", "-g", "-fPIC", "-I", SHIM, "-c", SHIM / "runtime.cpp", "-o", out),
     )
     (folder / "include").mkdir(exist_ok=True)
     header = folder / "include" / "metal_stdlib"
@@ -204,9 +204,9 @@ def _sizes(name: str, threads: Any, group_size: Any) -> tuple[Any, Any]:
     group = row(group_size) if group_size is not None else (min(grid[0], 1024), 1, 1)[: len(grid)]
     if not 1 <= len(grid) == len(group) <= 3 or min(*grid, *group) < 1:
         raise EmulationError(f"{name}: threads and group_size must be as many positive numbers, got {grid} and {group}")
-    return tuple((ctypes.c_uint * 3)(*(size + (1, 1))[:3]) for size in (grid, group))
+    return tuple((ctypes.c_uint * 3)(*(*size, 1, 1)[:3]) for size in (grid, group))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compile_shader(source: str, backwards: bool = False) -> Library:
     return Library(source, backwards)

@@ -19,7 +19,8 @@ struct Fiber { ucontext_t boot; jmp_buf at; bool started; State state; const cha
 // The last writer and reader of a byte, as 1 + group · WIDTH + thread; MANY + s: several lanes of simdgroup s, MANY + 32:
 // several simdgroups, ANY: several groups. Ticks count barriers, subs count simdgroup barriers.
 struct Mark { uint writer, wtick, wsub, reader, rtick, rsub; };
-struct Region { uintptr_t lo, hi; int index; bool constant; Mark* marks; void* mapped; size_t size; };
+// Marks are kept by word, in that of its first byte, until an access is no whole word.
+struct Region { uintptr_t lo, hi; int index; bool constant; Mark* marks; void* mapped; size_t size; bool by_byte; };
 const uint NONE = 0, ANY = ~0u, WIDTH = 2048, MANY = 1024;
 const size_t STACK = 128 << 10, GAP = size_t(1) << 32;
 const uint64_t MOST_STEPS = uint64_t(4) << 30;
@@ -103,7 +104,12 @@ static void access(uintptr_t p, size_t n, bool write, void* ret) {
   Region* r = find(p, n, write, ret);
   if (!r || r->constant) return;
   uint self = me(), now = r == &shared ? tick_tg : tick_device, s = sub[cur->ids.simd];
-  for (size_t i = p - r->lo; i < p + n - r->lo; ++i) {
+  size_t from = p - r->lo;
+  if (!r->by_byte && (from % 4 || n % 4)) {
+    for (size_t i = 0; i < r->hi - r->lo; ++i) r->marks[i] = r->marks[i / 4 * 4];
+    r->by_byte = true;
+  }
+  for (size_t i = from; i < from + n; i += r->by_byte ? 1 : 4) {
     Mark& m = r->marks[i];
     if (r == &shared && !write && m.writer == NONE)
       fail("uninitialised: thread %u of group %u reads threadgroup memory nobody wrote, at @%zx", cur->ids.flat, group_index, place(ret));
@@ -174,7 +180,7 @@ void* mtl_alloc(size_t n, size_t offset, int index, int constant) {  // alone in
   char* p = (char*)mmap(nullptr, GAP + room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED || (room && mprotect(p + GAP / 2, room, PROT_READ | PROT_WRITE))) return nullptr;
   uintptr_t lo = uintptr_t(p) + GAP / 2 + offset;
-  regions.push_back({lo, lo + n, index, bool(constant), constant ? nullptr : (Mark*)calloc(n + 1, sizeof(Mark)), p, GAP + room});
+  regions.push_back({lo, lo + n, index, bool(constant), constant ? nullptr : (Mark*)calloc(n + 4, sizeof(Mark)), p, GAP + room, false});
   return (void*)lo;
 }
 void mtl_free_all() { for (auto& r : regions) { munmap(r.mapped, r.size); free(r.marks); } regions.clear(); }
@@ -188,8 +194,8 @@ void mtl_launch(void (*fn)(void**), void** a, const uint* T, const uint* G, char
   uint3 groups((T[0] + G[0] - 1) / G[0], (T[1] + G[1] - 1) / G[1], (T[2] + G[2] - 1) / G[2]);
   for (uint z = 0; z < groups.z; ++z) for (uint y = 0; y < groups.y; ++y) for (uint x = 0; x < groups.x; ++x, ++group_index) {
     std::memset(lo, 0xff, hi - lo);  // NaN in every float type
-    shared_marks.assign(hi - lo, Mark{}); ++tick_tg; ++tick_device;
-    shared = Region{uintptr_t(lo), uintptr_t(hi), -1, false, shared_marks.data(), nullptr, 0};
+    shared_marks.assign(hi - lo + 4, Mark{}); ++tick_tg; ++tick_device;
+    shared = Region{uintptr_t(lo), uintptr_t(hi), -1, false, shared_marks.data(), nullptr, 0, false};
     uint3 at(x, y, z), size; uint n = 1;
     for (int d = 0; d < 3; ++d) { size[d] = metal::min(G[d], T[d] - at[d] * G[d]); n *= size[d]; }  // the last group may be ragged
     for (uint t = 0; t < n; ++t) {
