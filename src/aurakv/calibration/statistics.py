@@ -86,6 +86,8 @@ class Moments:
         Their positions [tokens] matter where positions turn.
         """
         kv_heads = k.shape[1]
+        if k.device.type == "mps":  # it has no float64
+            k, q, position = (None if x is None else x.cpu() for x in (k, q, position))  # type: ignore[assignment]
         if self.turns is None:
             self.turns = Turns.none(k.shape[2])
         if position is None:
