@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +22,11 @@ T = TypeVar("T")
 
 CPU_RIVALS = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16 enable_gqa": torch.bfloat16}
 CUDA_RIVALS = {"bf16 cuDNN": SDPBackend.CUDNN_ATTENTION, "bf16 flash": SDPBackend.FLASH_ATTENTION}
-TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}  # of the norm of the result: on a GPU it is bfloat16, a mean of random values
+TOLERANCE = {
+    "cpu": 1e-3,
+    "mps": 1e-3,
+    "cuda": 1e-2,
+}  # of the norm of the result: on a GPU it is bfloat16, a mean of random values
 
 
 class Shape(NamedTuple):
@@ -66,10 +71,14 @@ def fill(format: Format, shape: Shape, device: torch.device) -> Callable[[], Pag
 
 def check(q: torch.Tensor, pages: Pages, backend: str | None, starts: list[int] | None = None) -> float:
     """Error of the result relative to float64 on the same codes; refuses to time a wrong one."""
-    got = attend(q, pages, starts, backend=backend).out.double()
+    device = q.device
+    got = attend(q, pages, starts, backend=backend).out
+    if q.device.type == "mps":  # it has no float64
+        got, q, pages = got.cpu(), q.cpu(), _on_cpu(pages)
+    got = got.double()
     truth = attend(q.double(), pages, starts, backend="reference").out
     error = ((got - truth).norm() / truth.norm()).item()
-    if not error < TOLERANCE[q.device.type]:
+    if not error < TOLERANCE[device.type]:
         raise AuraError(
             f"{pages.format} with {backend or 'the best backend'}: relative error {error:.1e}, nothing is timed"
         )
@@ -90,7 +99,7 @@ def decode(
     q = torch.randn(shape.batch, shape.heads, shape.dim, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     calls: dict[str, Call] = {}
     for rival in rivals if rivals is not None else CUDA_RIVALS if cuda else ("bf16",):
-        call = (_cuda_rival if cuda else _cpu_rival)(rival, q, shape, timer)
+        call = (_cuda_rival if cuda else _plain_rival)(rival, q, shape, timer)
         if call is not None:
             calls[f"torch {rival}"] = call
     names: dict[str, str] = {}
@@ -114,16 +123,21 @@ def decode(
     return rows
 
 
+def _on_cpu(pages: Pages) -> Pages:
+    tensors = ("data", "table", "lengths", "overflow")
+    return dataclasses.replace(pages, **{name: getattr(pages, name).cpu() for name in tensors})
+
+
 def _ours(q: torch.Tensor, pages: list[Pages], backend: str | None) -> Call:
     return lambda i: attend(q, pages[i % len(pages)], backend=backend)
 
 
-def _cpu_rival(name: str, q: torch.Tensor, shape: Shape, timer: Timer) -> Call:
+def _plain_rival(name: str, q: torch.Tensor, shape: Shape, timer: Timer) -> Call:
     dtype = CPU_RIVALS[name]
     size = 2 * shape.batch * shape.kv_heads * shape.tokens * shape.dim * dtype.itemsize
 
     def make() -> torch.Tensor:
-        return torch.randn(shape.batch, shape.kv_heads, shape.tokens, shape.dim).to(dtype)
+        return torch.randn(shape.batch, shape.kv_heads, shape.tokens, shape.dim, device=q.device).to(dtype)
 
     k, v = (cycle(make, size, timer) for _ in "kv")
     if "gqa" in name:

@@ -55,7 +55,10 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-    return f"{cpu_name()}, {cores()} cores" if device.type == "cpu" else f"Apple {platform.machine()}"
+    if device.type == "mps":
+        mps = torch.backends.mps
+        return f"{mps.get_name()}, {mps.get_core_count()} GPU cores" if hasattr(mps, "get_core_count") else "Apple GPU"
+    return f"{cpu_name()}, {cores()} cores"
 
 
 def versions() -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""Times of calls that take turns in one process, on the host or as CUDA graphs."""
+"""Times of calls that take turns in one process: on the host, as CUDA graphs, or in bursts on an Apple GPU."""
 
 from __future__ import annotations
 
@@ -69,6 +69,27 @@ class HostTimer:
             return passed / count * 1e6
 
 
+class BurstTimer(HostTimer):
+    """Calls that a device does later: windows of whole bursts, each until the device is done."""
+
+    burst = 16
+
+    def __init__(self, device: torch.device, rounds: int = 11, window: float = 0.04) -> None:
+        super().__init__(rounds, window)
+        self.device = device
+
+    def _sample(self, call: Call) -> float:
+        call(0)
+        wait(self.device)
+        count, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < self.window or count == 0:
+            for _ in range(self.burst):
+                call(count)
+                count += 1
+            wait(self.device)
+        return passed / count * 1e6
+
+
 class GraphTimer:
     """Replays of CUDA graphs with a cold L2 cache: a large buffer is written before each."""
 
@@ -98,6 +119,8 @@ class GraphTimer:
 
 
 def timer_for(device: torch.device, rounds: int) -> Timer:
+    if device.type == "mps":
+        return BurstTimer(device, rounds)
     return GraphTimer(device, rounds) if device.type == "cuda" else HostTimer(rounds)
 
 
@@ -105,6 +128,8 @@ def wait(device: torch.device) -> None:
     """Until the device has done what it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def summary(samples: list[float]) -> Times:

@@ -48,15 +48,19 @@ def run(args: argparse.Namespace) -> None:
 
 def _device(device: torch.device) -> dict[str, Any]:
     from .. import backends
+    from ..backends import metal
     from ..backends.triton import backend as triton
     from ..bench import machine
 
-    runs = backends.why_not("triton", None, device) is None
+    why_not = {name: backends.why_not(name, None, device) for name in backends.names()}
+    paths = {"triton": triton.path(device)} if why_not["triton"] is None else {}
+    if why_not["metal"] is None:
+        paths["metal"] = metal.LIMIT
     return {
         "device": str(device),
         "name": machine.device_name(device),
         "memory": machine.memory(device),
         "chosen": backends.select(None, None, device).name,
-        "backends": {name: backends.why_not(name, None, device) for name in backends.names()},
-        "paths": {"triton": triton.path(device)} if runs else {},
+        "backends": why_not,
+        "paths": paths,
     }

@@ -163,11 +163,11 @@ class _Run:
         for rows in _blocks(*logits.shape):
             z, theirs = logits[rows].float(), expected.logits[rows].float()
             lse = z.logsumexp(1)
-            self.nll += float((lse - z.gather(1, targets[rows, None])[:, 0]).double().sum())
+            self.nll += float((lse - z.gather(1, targets[rows, None])[:, 0]).cpu().double().sum())
             self.same += int((z.argmax(1) == expected.choice[rows]).sum())
             # KL = Σ p·(log p − log q): differences of logits, so that nothing large cancels
             inner = torch.einsum("ij,ij->i", (theirs - expected.lse[rows, None]).exp(), theirs - z)
-            self.kl += float((inner + lse - expected.lse[rows]).double().sum())
+            self.kl += float((inner + lse - expected.lse[rows]).cpu().double().sum())
 
     def row(self, count: int) -> Row:
         return Row(

@@ -87,7 +87,7 @@ def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device, name
     """R [dim, dim], orthonormal: `x @ R.T` rotates rows, `y @ R` rotates them back."""
     with torch.inference_mode(False):  # cached: must not become an inference tensor
         sign = torch.tensor(chosen_signs(dim, seed, name), dtype=torch.float64)
-        return (hadamard(dim) * sign / math.sqrt(dim)).to(device=device, dtype=dtype)
+        return (hadamard(dim) * sign / math.sqrt(dim)).to(dtype).to(device)  # an Apple GPU has no float64
 
 
 def _paley(order: int) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 import pytest
 import torch
 
 import aurakv as kv
-from aurakv import backends
+from aurakv import backends, cli
 from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Rows, Step, in_two_calls
@@ -234,3 +235,14 @@ def test_it_is_chosen_for_apple_gpus(monkeypatch):
     monkeypatch.setattr(torch.mps, "compile_shader", lambda source: None, raising=False)
     chosen = backends._best.__wrapped__(kv.Format.parse("k4v4", 128), torch.device("mps"), False)
     assert chosen.name == "metal"
+
+
+def test_info_says_that_no_apple_gpu_has_run_it(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "compile_shader", lambda source: None, raising=False)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M9")
+    monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda: 10)
+    assert cli.main(["info", "--json"]) == 0
+    (row,) = (row for row in json.loads(capsys.readouterr().out)["devices"] if row["device"] == "mps")
+    assert row["name"] == "Apple M9, 10 GPU cores"
+    assert (row["chosen"], row["notes"]) == ("metal", {"metal": "emulated on Linux; not yet run on an Apple GPU"})
