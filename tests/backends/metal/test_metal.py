@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 import json
 import re
 
@@ -20,6 +21,8 @@ from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import CASES, run
 from tests.backends.metal import emulator
 from tests.backends.metal.emulator import EmulationError, compile_shader
+from tests.backends.metal.emulator.translate import translate
+from tools import metal_sources
 
 needs_emulator = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
 
@@ -27,7 +30,7 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 BROKEN = {  # what: error, the case that finds it, what is replaced, by what
     "a barrier behind expanded values is missing": (
         "race|uninitialised", "all-keys",
-        f"      {BARRIER}\n      for (uint c = 0; c < VALUE_CHUNK / 8; ++c)",
+        f"      {BARRIER}\n      UNROLL for (uint c = 0; c < VALUE_CHUNK / 8; ++c)",
         "      for (uint c = 0; c < VALUE_CHUNK / 8; ++c)",
     ),
     "a barrier behind page numbers is missing": (
@@ -47,7 +50,7 @@ BROKEN = {  # what: error, the case that finds it, what is replaced, by what
     ),
     "a shuffle in divergent code": (
         "divergence", "sink-logits-minus-inf",
-        "float level = key_number(words, i, key_level);\n          for (uint h = 0; h < GROUP",
+        "float level = key_number(words, i, key_level);\n          UNROLL for (uint h = 0; h < GROUP",
         "float level = 0; if (its_page >= 0) level = key_number(words, i, key_level);\n for (uint h = 0; h < GROUP",
     ),
     "a misaligned row of codes": (
@@ -246,3 +249,14 @@ def test_info_says_that_no_apple_gpu_has_run_it(monkeypatch, capsys):
     (row,) = (row for row in json.loads(capsys.readouterr().out)["devices"] if row["device"] == "mps")
     assert row["name"] == "Apple M9, 10 GPU cores"
     assert (row["chosen"], row["notes"]) == ("metal", {"metal": "emulated on Linux; not yet run on an Apple GPU"})
+
+
+def test_the_sources_for_apples_compiler_are_whole():
+    """Every specialisation says no word that Metal refuses, and names each file that it is made of."""
+    found = metal_sources.sources()
+    assert len(found) > 400
+    for text in list(found.values())[::20]:
+        translate(text)
+    shaders = importlib.resources.files("aurakv.backends.metal").joinpath("shaders").iterdir()
+    together = "".join(found.values())
+    assert all(f'#line 1 "{file.name}"' in together for file in shaders)

@@ -126,7 +126,8 @@ def _array(declaration: str, values: Iterable[str]) -> str:
     return f"constant {declaration}[{len(listed)}] = {{{', '.join(listed)}}};\n"
 
 
-_HEAD = _defines(
+# The library comes before our constants, whose names it does not know.
+_HEAD = "#include <metal_stdlib>\nusing namespace metal;\n" + _defines(
     {name: i for i, name in enumerate(LEVELS)} | {f"N_{name}": f"numbers[{i}]" for i, name in enumerate(NUMBERS)}
 )
 

@@ -80,6 +80,7 @@ class Library:
 
     def __init__(self, source: str, backwards: bool = False) -> None:
         self._backwards = backwards
+        self.counts: dict[str, int] = {}
         text, kernels = translate(source)
         self._kernels = {kernel.name: kernel for kernel in kernels}
         folder = _folder()
@@ -150,6 +151,7 @@ class Library:
             run = ctypes.cast(getattr(self._dll, f"run_{kernel.name}"), ctypes.c_void_p)
             memory = ctypes.c_void_p(low()), ctypes.c_void_p(high())
             self._dll.mtl_launch(run, pointers, grid, group, *memory, int(self._backwards), error)
+            self.counts = self._counts(kernel)
             for origin, pointer, size in back:
                 ctypes.memmove(origin, pointer, size)
         finally:
@@ -157,6 +159,14 @@ class Library:
         if error.value:
             told = re.sub(r"@([0-9a-f]+)", lambda m: self._line(m[1]), error.value.decode())
             raise EmulationError(f"{kernel.name}: {told}")
+
+    def _counts(self, kernel: Kernel) -> dict[str, int]:
+        """What a launch did: bytes read and written by argument, operations of simdgroups, barriers of threadgroups."""
+        found, out = {}, (ctypes.c_uint64 * 4)()
+        for index, name in [(-1, "threadgroup"), *((i, buffer[0]) for i, buffer in kernel.buffers.items())]:
+            self._dll.mtl_counts(index, out)
+            found[f"{name} read"], found[f"{name} written"] = out[0], out[1]
+        return found | {"simd operations": out[2], "barriers": out[3]}
 
     def _line(self, offset: str) -> str:
         """The innermost frame in the source, not in the shim."""

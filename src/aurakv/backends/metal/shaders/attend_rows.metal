@@ -1,10 +1,10 @@
 // Attention of one query token per sequence, with GROUP ≤ 4 query heads per KV head. One simdgroup per (split, KV head,
 // sequence); it reads blocks of 32 tokens and needs no threadgroup memory.
 //
-// A row of codes is read by KEY_LANES (VALUE_LANES) neighbouring lanes, each one unit of 16 channels, so a simdgroup loads
-// 32 / KEY_LANES rows that lie side by side. Each lane keeps its channels of all GROUP queries, and sums of values, in
-// registers: a code is turned into its level once for the whole group. Scores end up one token a lane, where scales, masks
-// and exponentials cost a 32nd.
+// A row of codes is read by KEY_LANES (VALUE_LANES) neighbouring lanes, each one unit of 16 channels, so a simdgroup
+// loads 32 / KEY_LANES rows that lie side by side. Each lane keeps its channels of all GROUP queries, and sums of
+// values, in registers: a code is turned into its level once for the whole group. Scores end up one token a lane, where
+// scales, masks and exponentials cost a 32nd.
 //
 // queries [kv_heads, rows, padded dim] and bias from `turn_queries`; sums [splits, kv_heads, rows, padded dim] and
 // statistics [splits, kv_heads, rows, 2] (maximum, sum of weights) for `merge`.
@@ -27,13 +27,13 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
   ulong row = ulong(kv_head) * uint(N_ROWS) + uint(token) * GROUP;
 
   float own[GROUP][KEY_HELD * 16], sum[GROUP][VALUE_HELD * 16], highest[GROUP], total[GROUP], offset[GROUP];
-  for (uint h = 0; h < GROUP; ++h) {
-    for (uint u = 0; u < KEY_HELD; ++u)
-      for (uint i = 0; i < 16; ++i) {
+  UNROLL for (uint h = 0; h < GROUP; ++h) {
+    UNROLL for (uint u = 0; u < KEY_HELD; ++u)
+      UNROLL for (uint i = 0; i < 16; ++i) {
         uint unit = lane % KEY_LANES + u * KEY_LANES;
         own[h][u * 16 + i] = unit < KEY_UNITS ? queries[(row + h) * KEY_PADDED + unit * 16 + i] : 0.0f;
       }
-    for (uint i = 0; i < VALUE_HELD * 16; ++i) sum[h][i] = 0.0f;
+    UNROLL for (uint i = 0; i < VALUE_HELD * 16; ++i) sum[h][i] = 0.0f;
     highest[h] = LOWEST;
     total[h] = 0.0f;
     offset[h] = bias[row + h];
@@ -45,23 +45,25 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
     if (key < length && visible(query, key, numbers)) page = page_of(key, seq, table, numbers);
 
     float score[GROUP];
-    for (uint h = 0; h < GROUP; ++h) score[h] = 0.0f;
+    UNROLL for (uint h = 0; h < GROUP; ++h) score[h] = 0.0f;
     for (uint step = 0; step < KEY_LANES; ++step) {
       ushort which = ushort(step * KEY_STEP + lane / KEY_LANES);
       int its_page = simd_shuffle(page, which), its_slot = simd_shuffle(slot, which);
       float part[GROUP];
-      for (uint h = 0; h < GROUP; ++h) part[h] = 0.0f;
-      for (uint u = 0; u < KEY_HELD; ++u) {
+      UNROLL for (uint h = 0; h < GROUP; ++h) part[h] = 0.0f;
+      UNROLL for (uint u = 0; u < KEY_HELD; ++u) {
         uint unit = lane % KEY_LANES + u * KEY_LANES, words[KEY_WORDS];
-        for (uint i = 0; i < KEY_WORDS; ++i) words[i] = 0;
-        if (its_page >= 0 && unit < KEY_UNITS) key_fetch(key_row(keys, its_page, its_slot, kv_head, numbers), unit, words);
-        for (uint i = 0; i < 16; ++i) {
+        UNROLL for (uint i = 0; i < KEY_WORDS; ++i) words[i] = 0;
+        if (its_page >= 0 && unit < KEY_UNITS)
+          key_fetch(key_row(keys, its_page, its_slot, kv_head, numbers), unit, words);
+        UNROLL for (uint i = 0; i < 16; ++i) {
           float level = key_number(words, i, key_level);
-          for (uint h = 0; h < GROUP; ++h) part[h] = fma(own[h][u * 16 + i], level, part[h]);
+          UNROLL for (uint h = 0; h < GROUP; ++h) part[h] = fma(own[h][u * 16 + i], level, part[h]);
         }
       }
-      for (uint h = 0; h < GROUP; ++h) {
-        for (uint distance = 1; distance < KEY_LANES; distance *= 2) part[h] += simd_shuffle_xor(part[h], ushort(distance));
+      UNROLL for (uint h = 0; h < GROUP; ++h) {
+        for (uint distance = 1; distance < KEY_LANES; distance *= 2)
+          part[h] += simd_shuffle_xor(part[h], ushort(distance));
         float its_score = simd_shuffle(part[h], ushort(lane % KEY_STEP * KEY_LANES));
         if (lane / KEY_STEP == step) score[h] = its_score;
       }
@@ -70,7 +72,7 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
     float key_factor = page < 0 ? 0.0f : key_scale(keys, page, slot, kv_head, numbers);
     float value_factor = page < 0 ? 0.0f : value_scale(values, page, slot, kv_head, numbers);
     float weight[GROUP];
-    for (uint h = 0; h < GROUP; ++h) {
+    UNROLL for (uint h = 0; h < GROUP; ++h) {
       float s = page < 0 ? LOWEST : capped(fma(score[h], key_factor, offset[h]), factors);
       float top = max(highest[h], simd_max(isnan(s) ? LOWEST : s)), keep = exp(highest[h] - top);
       float p = page < 0 ? 0.0f : exp(s - top);
@@ -78,36 +80,36 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
       weight[h] = page < 0 ? 0.0f : p * value_factor;
       highest[h] = top;
       if (keep != 1.0f)
-        for (uint i = 0; i < VALUE_HELD * 16; ++i) sum[h][i] *= keep;
+        UNROLL for (uint i = 0; i < VALUE_HELD * 16; ++i) sum[h][i] *= keep;
     }
 
     for (uint step = 0; step < VALUE_LANES; ++step) {
       ushort which = ushort(step * VALUE_STEP + lane / VALUE_LANES);
       int its_page = simd_shuffle(page, which), its_slot = simd_shuffle(slot, which);
       float its_weight[GROUP];
-      for (uint h = 0; h < GROUP; ++h) its_weight[h] = simd_shuffle(weight[h], which);
-      for (uint u = 0; u < VALUE_HELD; ++u) {
+      UNROLL for (uint h = 0; h < GROUP; ++h) its_weight[h] = simd_shuffle(weight[h], which);
+      UNROLL for (uint u = 0; u < VALUE_HELD; ++u) {
         uint unit = lane % VALUE_LANES + u * VALUE_LANES, words[VALUE_WORDS];
-        for (uint i = 0; i < VALUE_WORDS; ++i) words[i] = 0;
+        UNROLL for (uint i = 0; i < VALUE_WORDS; ++i) words[i] = 0;
         if (its_page >= 0 && unit < VALUE_UNITS)
           value_fetch(value_row(values, its_page, its_slot, kv_head, numbers), unit, words);
-        for (uint i = 0; i < 16; ++i) {
+        UNROLL for (uint i = 0; i < 16; ++i) {
           float level = value_number(words, i, value_level);
-          for (uint h = 0; h < GROUP; ++h) sum[h][u * 16 + i] = fma(its_weight[h], level, sum[h][u * 16 + i]);
+          UNROLL for (uint h = 0; h < GROUP; ++h) sum[h][u * 16 + i] = fma(its_weight[h], level, sum[h][u * 16 + i]);
         }
       }
     }
   }
 
   ulong to = ulong(split) * uint(N_KV_HEADS) * uint(N_ROWS) + row;
-  for (uint h = 0; h < GROUP; ++h) {
+  UNROLL for (uint h = 0; h < GROUP; ++h) {
     float whole = simd_sum(total[h]);
     if (lane == 0) {
       statistics[(to + h) * 2] = highest[h];
       statistics[(to + h) * 2 + 1] = whole;
     }
-    for (uint u = 0; u < VALUE_HELD; ++u)
-      for (uint i = 0; i < 16; ++i) {
+    UNROLL for (uint u = 0; u < VALUE_HELD; ++u)
+      UNROLL for (uint i = 0; i < 16; ++i) {
         float x = sum[h][u * 16 + i];
         for (uint distance = VALUE_LANES; distance < 32; distance *= 2) x += simd_shuffle_xor(x, ushort(distance));
         uint unit = lane + u * VALUE_LANES;

@@ -1,10 +1,11 @@
-// Attention of many query rows: several tokens of a sequence, or more than 4 query heads per KV head. A row is
-// token · group + head in the group. One threadgroup of SIMDS simdgroups per (split, KV head, tile of 8·SIMDS rows of one
-// sequence). Per block of 32 keys it expands codes once, into `tile` (a chunk of the channels at a time), and each simdgroup
-// multiplies its 8 rows with them as 8×8 matrices, in float32.
+// Attention of many query rows: several tokens of a sequence, or more than 4 query heads per KV head. A row is token ·
+// group + head in the group. One threadgroup of SIMDS simdgroups per (split, KV head, tile of 8·SIMDS rows of one
+// sequence). Per block of 32 keys it expands codes once, into `tile` (a chunk of the channels at a time), and each
+// simdgroup multiplies its 8 rows with them as 8×8 matrices, in float32.
 //
-// The sums stay in matrices. When a maximum rises they are multiplied by a diagonal matrix from the left, so nothing that is
-// not finite may enter them: 0 · NaN would reach other rows. A row that sees damage is marked, and NaN when it is written.
+// The sums stay in matrices. When a maximum rises they are multiplied by a diagonal matrix from the left, so nothing
+// that is not finite may enter them: 0 · NaN would reach other rows. A row that sees damage is marked, and NaN when it
+// is written.
 #define KEY_CHUNKS (KEY_PADDED / KEY_CHUNK)
 #define VALUE_CHUNKS (VALUE_PADDED / VALUE_CHUNK)
 #define CHUNK (KEY_CHUNK > VALUE_CHUNK ? KEY_CHUNK : VALUE_CHUNK)
@@ -54,7 +55,7 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
   bool damaged = false;
   float key_level = key_own_level(lane), value_level = value_own_level(lane);
   simdgroup_float8x8 sum[VALUE_PADDED / 8];
-  for (uint c = 0; c < VALUE_PADDED / 8; ++c) sum[c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  UNROLL for (uint c = 0; c < VALUE_PADDED / 8; ++c) sum[c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 
   for (int n = split * share; n < last; ++n) {
     int first_key = key_of(blocks, n);
@@ -81,37 +82,37 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     simdgroup_float8x8 product[BLOCK / 8];
-    for (uint k = 0; k < BLOCK / 8; ++k) product[k] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    UNROLL for (uint k = 0; k < BLOCK / 8; ++k) product[k] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (uint chunk = 0; chunk < KEY_CHUNKS; ++chunk) {
       if (chunk > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint from = 0; from < BLOCK * (KEY_CHUNK / 16); from += THREADS) {
         uint u = from + index, key = u / (KEY_CHUNK / 16), unit = u % (KEY_CHUNK / 16), words[KEY_WORDS];
         bool inside = u < BLOCK * (KEY_CHUNK / 16);
-        for (uint i = 0; i < KEY_WORDS; ++i) words[i] = 0;
+        UNROLL for (uint i = 0; i < KEY_WORDS; ++i) words[i] = 0;
         if (inside && pages[key] >= 0)
           key_fetch(key_row(keys, pages[key], slots[key], kv_head, numbers), chunk * (KEY_CHUNK / 16) + unit, words);
-        for (uint i = 0; i < 16; ++i) {
+        UNROLL for (uint i = 0; i < 16; ++i) {
           float level = key_number(words, i, key_level);
           if (inside) tile[key * STRIDE + unit * 16 + i] = level;
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint d = 0; d < KEY_CHUNK / 8; ++d) {
+      UNROLL for (uint d = 0; d < KEY_CHUNK / 8; ++d) {
         simdgroup_float8x8 a, b;
         simdgroup_load(a, queries + (base + uint(own_first)) * KEY_PADDED + chunk * KEY_CHUNK + d * 8, KEY_PADDED);
-        for (uint k = 0; k < BLOCK / 8; ++k) {
+        UNROLL for (uint k = 0; k < BLOCK / 8; ++k) {
           simdgroup_load(b, tile + k * 8 * STRIDE + d * 8, STRIDE, ulong2(0, 0), true);
           simdgroup_multiply_accumulate(product[k], a, b, product[k]);
         }
       }
     }
-    for (uint k = 0; k < BLOCK / 8; ++k) simdgroup_store(product[k], scores[team] + k * 8, BLOCK);
+    UNROLL for (uint k = 0; k < BLOCK / 8; ++k) simdgroup_store(product[k], scores[team] + k * 8, BLOCK);
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
     // Softmax: four lanes a row, eight keys each.
     float score[BLOCK / 4], top = highest;
     uint seen = 0, mine = lane / 4 * BLOCK + lane % 4 * (BLOCK / 4);
-    for (uint i = 0; i < BLOCK / 4; ++i) {
+    UNROLL for (uint i = 0; i < BLOCK / 4; ++i) {
       uint k = lane % 4 * (BLOCK / 4) + i;
       int key = first_key + int(k);
       bool see = active && pages[k] >= 0 && visible(query, key, numbers);
@@ -124,7 +125,7 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
     float keep = exp(highest - top);
     total *= keep;
     highest = top;
-    for (uint i = 0; i < BLOCK / 4; ++i) {
+    UNROLL for (uint i = 0; i < BLOCK / 4; ++i) {
       float p = (seen >> i) & 1u ? exp(score[i] - top) : 0.0f;
       float weight = (seen >> i) & 1u ? p * value_factors[lane % 4 * (BLOCK / 4) + i] : 0.0f;
       total += p;
@@ -133,25 +134,26 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
     }
     bool rises = simd_any(keep != 1.0f);
     if (rises) {
-      for (uint i = 0; i < 2; ++i) diagonal[team][lane * 2 + i] = lane / 4 == lane % 4 * 2 + i ? keep : 0.0f;
+      UNROLL for (uint i = 0; i < 2; ++i) diagonal[team][lane * 2 + i] = lane / 4 == lane % 4 * 2 + i ? keep : 0.0f;
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (rises) {
       simdgroup_float8x8 d;
       simdgroup_load(d, diagonal[team], 8);
-      for (uint c = 0; c < VALUE_PADDED / 8; ++c) simdgroup_multiply(sum[c], d, sum[c]);
+      UNROLL for (uint c = 0; c < VALUE_PADDED / 8; ++c) simdgroup_multiply(sum[c], d, sum[c]);
     }
-    for (uint k = 0; k < BLOCK / 8; ++k) simdgroup_load(product[k], scores[team] + k * 8, BLOCK);
+    UNROLL for (uint k = 0; k < BLOCK / 8; ++k) simdgroup_load(product[k], scores[team] + k * 8, BLOCK);
 
-    for (uint chunk = 0; chunk < VALUE_CHUNKS; ++chunk) {
+    UNROLL for (uint chunk = 0; chunk < VALUE_CHUNKS; ++chunk) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint from = 0; from < BLOCK * (VALUE_CHUNK / 16); from += THREADS) {
         uint u = from + index, key = u / (VALUE_CHUNK / 16), unit = u % (VALUE_CHUNK / 16), words[VALUE_WORDS];
         bool inside = u < BLOCK * (VALUE_CHUNK / 16), whole = true;
-        for (uint i = 0; i < VALUE_WORDS; ++i) words[i] = 0;
+        UNROLL for (uint i = 0; i < VALUE_WORDS; ++i) words[i] = 0;
         if (inside && pages[key] >= 0)
-          value_fetch(value_row(values, pages[key], slots[key], kv_head, numbers), chunk * (VALUE_CHUNK / 16) + unit, words);
-        for (uint i = 0; i < 16; ++i) {
+          value_fetch(value_row(values, pages[key], slots[key], kv_head, numbers), chunk * (VALUE_CHUNK / 16) + unit,
+              words);
+        UNROLL for (uint i = 0; i < 16; ++i) {
           float level = value_number(words, i, value_level);
           bool good = VALUE_BITS != 16 || is_finite(level);  // levels are
           whole = whole && good;
@@ -160,15 +162,15 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
         if (!whole) atomic_store_explicit(&bad[key], 1, memory_order_relaxed);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint c = 0; c < VALUE_CHUNK / 8; ++c)
-        for (uint k = 0; k < BLOCK / 8; ++k) {
+      UNROLL for (uint c = 0; c < VALUE_CHUNK / 8; ++c)
+        UNROLL for (uint k = 0; k < BLOCK / 8; ++k) {
           simdgroup_float8x8 b;
           simdgroup_load(b, tile + k * 8 * STRIDE + c * 8, STRIDE);
           uint to = chunk * (VALUE_CHUNK / 8) + c;
           simdgroup_multiply_accumulate(sum[to], product[k], b, sum[to]);
         }
     }
-    for (uint i = 0; i < BLOCK / 4; ++i)
+    UNROLL for (uint i = 0; i < BLOCK / 4; ++i)
       if ((seen >> i) & 1u)
         damaged = damaged || atomic_load_explicit(&bad[lane % 4 * (BLOCK / 4) + i], memory_order_relaxed) != 0;
   }
@@ -183,11 +185,11 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
     statistics[to * 2] = highest;
     statistics[to * 2 + 1] = total;
   }
-  for (uint c = 0; c < VALUE_PADDED / 8; ++c) {
+  UNROLL for (uint c = 0; c < VALUE_PADDED / 8; ++c) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
     simdgroup_store(sum[c], scores[team], 8);
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = 0; i < 2; ++i) {
+    UNROLL for (uint i = 0; i < 2; ++i) {
       float x = scores[team][lane * 2 + i];  // row lane / 4
       if (active) sums[to * VALUE_PADDED + c * 8 + lane % 4 * 2 + i] = harm ? not_a_number() : x;
     }

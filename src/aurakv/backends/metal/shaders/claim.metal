@@ -10,7 +10,8 @@ kernel void claim(device const int* starts, device const int* table, device int*
     int kept = N_RING ? after - (N_WIDTH - N_PINNED) * N_PAGE_SIZE : 0;  // what is below and not pinned is not written
     bool fits = before >= 0 && (N_RING || after <= N_WIDTH * N_PAGE_SIZE);
     for (int page = before / N_PAGE_SIZE; fits && n > 0 && page * N_PAGE_SIZE < after; ++page)
-      if (page < N_PINNED || (page + 1) * N_PAGE_SIZE > kept) fits = page_of(page * N_PAGE_SIZE, seq, table, numbers) >= 0;
+      if (page < N_PINNED || (page + 1) * N_PAGE_SIZE > kept)
+        fits = page_of(page * N_PAGE_SIZE, seq, table, numbers) >= 0;
     base[seq] = fits ? before : -1;
     lengths[seq] = fits ? after : before;
     missing = missing || !fits;
@@ -20,7 +21,8 @@ kernel void claim(device const int* starts, device const int* table, device int*
 }
 
 // Tokens that already are codes: rows and scales are copied.
-kernel void copy_rows(device const uchar* data, device const uchar* scales, device const int* starts, device const int* base,
+kernel void copy_rows(device const uchar* data, device const uchar* scales, device const int* starts,
+                      device const int* base,
                       device const int* table, device uchar* pages, constant int* numbers,
                       uint2 at [[thread_position_in_grid]]) {
   int vector = int(at.y), byte = int(at.x), token = vector / N_HEADS, head = vector % N_HEADS;

@@ -18,26 +18,27 @@
 static inline void side_fetch(device const uchar* row, uint unit, thread uint* words) {
 #if SIDE_BITS == 16 && SIDE_DIM % 16 == 0
   device const uint4* from = (device const uint4*)row + unit * (SIDE_WORDS / 4);
-  for (uint i = 0; i < SIDE_WORDS / 4; ++i) {
+  UNROLL for (uint i = 0; i < SIDE_WORDS / 4; ++i) {
     uint4 four = from[i];
-    for (uint j = 0; j < 4; ++j) words[4 * i + j] = four[j];
+    UNROLL for (uint j = 0; j < 4; ++j) words[4 * i + j] = four[j];
   }
 #elif SIDE_BITS == 16
-  for (uint i = 0; i < 16 && unit * 16 + i < SIDE_DIM; ++i) {
+  UNROLL for (uint i = 0; i < 16; ++i) {
+    if (unit * 16 + i >= SIDE_DIM) continue;
     if (SIDE_DTYPE == 0) words[i] = ((device const uint*)row)[unit * 16 + i];
     else words[i / 2] |= uint(((device const ushort*)row)[unit * 16 + i]) << (16 * (i % 2));
   }
 #elif SIDE_BITS == 8
   uint4 four = ((device const uint4*)row)[unit];
-  for (uint j = 0; j < 4; ++j) words[j] = four[j];
+  UNROLL for (uint j = 0; j < 4; ++j) words[j] = four[j];
 #elif SIDE_BITS == 4
   uint2 two = ((device const uint2*)row)[unit];
   words[0] = two.x;
   words[1] = two.y;
 #elif SIDE_BITS % 2 == 0
-  for (uint i = 0; i < SIDE_WORDS; ++i) words[i] = ((device const uint*)row)[unit * SIDE_WORDS + i];
+  UNROLL for (uint i = 0; i < SIDE_WORDS; ++i) words[i] = ((device const uint*)row)[unit * SIDE_WORDS + i];
 #else
-  for (uint i = 0; i < SIDE_BITS; ++i)
+  UNROLL for (uint i = 0; i < SIDE_BITS; ++i)
     words[i / 2] |= uint(((device const ushort*)row)[unit * SIDE_BITS + i]) << (16 * (i % 2));
 #endif
 }
@@ -73,7 +74,8 @@ static inline float side_level(uint code, float mine) {
 #endif
 }
 
-static inline float side_number(thread const uint* words, uint i, float mine) { return side_level(side_code(words, i), mine); }
+static inline float side_number(thread const uint* words, uint i, float mine) { return side_level(side_code(words, i),
+                                mine); }
 #endif
 
 // What a lane keeps of the levels for shuffles.

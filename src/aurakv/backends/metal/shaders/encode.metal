@@ -2,7 +2,8 @@
 // x is [tokens, heads, dim] with strides in elements; offset and factor are [heads, dim].
 
 // The vector to encode: (x · factor − offset), in threadgroup memory.
-static inline void load_vector(device const uchar* x, device const float* offset, device const float* factor, uint vector,
+static inline void load_vector(device const uchar* x, device const float* offset, device const float* factor,
+                               uint vector,
                                constant int* numbers, threadgroup float* y, uint lane) {
   uint token = vector / uint(N_HEADS), head = vector % uint(N_HEADS);
   ulong first = ulong(token) * uint(N_STRIDE) + ulong(head) * uint(N_HEAD_STRIDE);
@@ -16,7 +17,8 @@ static inline void load_vector(device const uchar* x, device const float* offset
 }
 
 #if SIDE_BITS == 16
-static inline void store_vector(threadgroup float* y, threadgroup uchar* codes, device uchar* row, device uchar* scale, uint lane) {
+static inline void store_vector(threadgroup float* y, threadgroup uchar* codes, device uchar* row,
+                                device uchar* scale, uint lane) {
   for (uint i = lane; i < SIDE_DIM; i += 32) write_number(row, i, SIDE_DTYPE, y[i]);
 }
 #else
@@ -27,7 +29,8 @@ static inline uint nearest(float x) {  // the number of boundaries strictly belo
   return code;
 }
 
-static inline void store_vector(threadgroup float* y, threadgroup uchar* codes, device uchar* row, device uchar* scale, uint lane) {
+static inline void store_vector(threadgroup float* y, threadgroup uchar* codes, device uchar* row,
+                                device uchar* scale, uint lane) {
   side_rotate(y, lane);
   float peak = 0.0f;
   bool finite = true;
@@ -80,7 +83,8 @@ kernel void encode(device const uchar* x, device const float* offset, device con
   store_vector(y[team], codes[team], data + ulong(vector) * SIDE_ROW, scales + ulong(vector) * SIDE_SCALE, lane);
 }
 
-kernel void append(device const uchar* x, device const float* offset, device const float* factor, device const int* starts,
+kernel void append(device const uchar* x, device const float* offset, device const float* factor,
+                   device const int* starts,
                    device const int* base, device const int* table, device uchar* pages, constant int* numbers,
                    uint position [[thread_position_in_grid]], uint team [[simdgroup_index_in_threadgroup]],
                    uint lane [[thread_index_in_simdgroup]]) {

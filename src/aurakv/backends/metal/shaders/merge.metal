@@ -1,14 +1,14 @@
-// Partial results to the result: weighted by their exponentials, rotated back, the offset added, in the dtype of the queries.
-// The first N_SPLITS come from codes, N_MORE_SPLITS behind them from vectors, which are not rotated and have no offset. One
-// simdgroup per (token, query head). Side: the values.
+// Partial results to the result: weighted by their exponentials, rotated back, the offset added, in the dtype of the
+// queries. The first N_SPLITS come from codes, N_MORE_SPLITS behind them from vectors, which are not rotated and have
+// no offset. One simdgroup per (token, query head). Side: the values.
 
-// Σ of the parts first … last − 1 in channel i, where the maximum of all is `top`. A part that saw nothing was not written.
-static inline float sum_of(device const float* sums, device const float* statistics, ulong row, ulong step, uint first, uint last,
-                           uint i, float top) {
+// Σ of the parts first … last − 1 in channel i, where the maximum of all is `top`.
+static inline float sum_of(device const float* sums, device const float* statistics, ulong row, ulong step,
+                           uint first, uint last, uint i, float top) {
   float x = 0.0f;
   for (uint s = first; s < last; ++s) {
     ulong from = s * step + row;
-    if (statistics[from * 2 + 1] != 0.0f) x += sums[from * SIDE_PADDED + i] * exp(statistics[from * 2] - top);  // NaN counts
+    x += sums[from * SIDE_PADDED + i] * exp(statistics[from * 2] - top);
   }
   return x;
 }
@@ -20,7 +20,8 @@ kernel void merge(device const float* sums, device const float* statistics, devi
   threadgroup float y[4][SIDE_DIM];
   uint vector = position / 32, token = vector / uint(N_HEADS), head = vector % uint(N_HEADS), group = uint(N_GROUP);
   uint kv_head = head / group, splits = uint(N_SPLITS), all = splits + uint(N_MORE_SPLITS);
-  ulong row = ulong(kv_head) * uint(N_ROWS) + token * group + head % group, step = ulong(uint(N_KV_HEADS)) * uint(N_ROWS);
+  ulong row = ulong(kv_head) * uint(N_ROWS) + token * group + head % group;
+  ulong step = ulong(uint(N_KV_HEADS)) * uint(N_ROWS);
   if (sequence_of(int(token), starts, numbers) < 0) splits = all = 0;  // a row of nobody: nothing was written
 
   float top = LOWEST, total = 0.0f, from_codes = 0.0f;

@@ -1,6 +1,6 @@
-// R = H · diag(s) / √D of one side, and its transpose, on a vector in threadgroup memory that belongs to one simdgroup. H is
-// the Kronecker product of a Sylvester matrix (sums and differences) and a Paley matrix of order SIDE_ORDER, whose rows and
-// columns are bits: set means −1. SIDE_SIGNS are the bits of s.
+// R = H · diag(s) / √D of one side, and its transpose, on a vector in threadgroup memory that belongs to one simdgroup.
+// H is the Kronecker product of a Sylvester matrix (sums and differences) and a Paley matrix of order SIDE_ORDER, whose
+// rows and columns are bits: set means −1. SIDE_SIGNS are the bits of s.
 
 #if SIDE_ROTATES
 static inline bool side_negative(uint i) { return (SIDE_SIGNS[i / 32] >> (i % 32)) & 1u; }

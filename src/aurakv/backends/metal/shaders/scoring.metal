@@ -1,4 +1,5 @@
-// Which keys a query sees, what becomes of a score, and which blocks of 32 keys a call reads. N_WINDOW is −1 without one.
+// Which keys a query sees, what becomes of a score, and which blocks of 32 keys a call reads. N_WINDOW is −1 without
+// one.
 
 #define BLOCK 32
 
@@ -16,8 +17,8 @@ static inline float capped(float score, constant float* factors) {
   return cap > 0.0f ? cap * precise::tanh(score / cap) : score;
 }
 
-// Blocks that hold every key that queries at lowest … highest see, of keys low … length − 1: x in front, then those from y on
-// to before z. What lies outside is never read.
+// Blocks that hold every key that queries at lowest … highest see, of keys low … length − 1: x in front, then those
+// from y on to before z. What lies outside is never read.
 static inline int3 blocks_of(int lowest, int highest, int low, int length, constant int* numbers) {
   int stop = N_CAUSAL ? min(length, highest + 1) : length, front = 0, start = 0;
   if (N_WINDOW >= 0) {
@@ -46,17 +47,20 @@ static inline int key_of(int3 blocks, int n) { return BLOCK * (n < blocks.x ? n 
 static inline device const uchar* key_row(device const uchar* data, int, int row, uint kv_head, constant int* numbers) {
   return data + (ulong(row) * uint(N_KV_HEADS) + kv_head) * KEY_ROW;
 }
-static inline device const uchar* value_row(device const uchar* data, int, int row, uint kv_head, constant int* numbers) {
+static inline device const uchar* value_row(device const uchar* data, int, int row, uint kv_head,
+                                            constant int* numbers) {
   return data + (ulong(row) * uint(N_KV_HEADS) + kv_head) * VALUE_ROW;
 }
 #else
 static inline device const uchar* piece_of(device const uchar* data, int page, uint kv_head, constant int* numbers) {
   return data + (ulong(page) * uint(N_KV_HEADS) + kv_head) * uint(N_PIECE);
 }
-static inline device const uchar* key_row(device const uchar* data, int page, int row, uint kv_head, constant int* numbers) {
+static inline device const uchar* key_row(device const uchar* data, int page, int row, uint kv_head,
+                                          constant int* numbers) {
   return piece_of(data, page, kv_head, numbers) + N_KEY_CODES + ulong(row) * KEY_ROW;
 }
-static inline device const uchar* value_row(device const uchar* data, int page, int row, uint kv_head, constant int* numbers) {
+static inline device const uchar* value_row(device const uchar* data, int page, int row, uint kv_head,
+                                            constant int* numbers) {
   return piece_of(data, page, kv_head, numbers) + N_VALUE_CODES + ulong(row) * VALUE_ROW;
 }
 #endif

@@ -1,4 +1,5 @@
-// Where tokens lie: the slot rule of format.md, section 2.2. Whatever a table holds, nothing outside the pages is named.
+// Where tokens lie: the slot rule of format.md, section 2.2. Whatever a table holds, nothing outside the pages is
+// named.
 
 // The page of a position, or −1.
 static inline int page_of(int position, int seq, device const int* table, constant int* numbers) {

@@ -26,9 +26,10 @@ kernel void decode(device const uchar* data, device const uchar* scales, device 
 }
 
 // q·k̂ [tokens, heads, n] of turned queries with n stored keys [n, kv_heads]. One simdgroup per key.
-kernel void scores(device const float* queries, device const float* bias, device const uchar* data, device const uchar* scales,
-                   device uchar* out, constant int* numbers, uint position [[thread_position_in_grid]],
-                   uint team [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+kernel void scores(device const float* queries, device const float* bias, device const uchar* data,
+                   device const uchar* scales, device uchar* out, constant int* numbers,
+                   uint position [[thread_position_in_grid]], uint team [[simdgroup_index_in_threadgroup]],
+                   uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float y[4][SIDE_PADDED];
   uint vector = position / 32, kv_heads = uint(N_KV_HEADS), key = vector / kv_heads, kv_head = vector % kv_heads;
   uint group = uint(N_GROUP), heads = group * kv_heads;
@@ -53,14 +54,16 @@ kernel void scores(device const float* queries, device const float* bias, device
   }
 }
 
-// Σ w·v̂ [tokens, heads, dim] over weights [tokens, heads, n] that are not below the threshold. One simdgroup per (token, head),
-// whose lanes read rows side by side as in attend_rows.metal.
+// Σ w·v̂ [tokens, heads, dim] over weights [tokens, heads, n] that are not below the threshold. One simdgroup per
+// (token, head), whose lanes read rows side by side as in attend_rows.metal.
 #define HELD ((SIDE_UNITS + SIDE_LANES - 1) / SIDE_LANES)
-kernel void values(device const uchar* weights, device const uchar* data, device const uchar* scales, device const float* offset,
-                   device uchar* out, constant int* numbers, constant float* factors, uint position [[thread_position_in_grid]],
-                   uint team [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+kernel void values(device const uchar* weights, device const uchar* data, device const uchar* scales,
+                   device const float* offset, device uchar* out, constant int* numbers, constant float* factors,
+                   uint position [[thread_position_in_grid]], uint team [[simdgroup_index_in_threadgroup]],
+                   uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float y[4][SIDE_PADDED];
-  uint vector = position / 32, kv_heads = uint(N_KV_HEADS), kv_head = vector % uint(N_HEADS) / uint(N_GROUP), count = uint(N_KEYS);
+  uint vector = position / 32, kv_heads = uint(N_KV_HEADS), kv_head = vector % uint(N_HEADS) / uint(N_GROUP);
+  uint count = uint(N_KEYS);
   float mine = side_own_level(lane), total = 0.0f, sum[HELD * 16];
   for (uint i = 0; i < HELD * 16; ++i) sum[i] = 0.0f;
   for (uint first = 0; first < count; first += 32 / SIDE_LANES) {
