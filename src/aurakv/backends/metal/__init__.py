@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring, scoring_uncompressed
-from ...attention.step import Rows, Run, Step, written
+from ...attention.step import Attention, Rows, Run, Step, written
 from ...errors import InputError
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
@@ -76,20 +76,10 @@ class Metal:
     def append_codes(self, pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:
         append.append_codes(self._kernels, pages, keys, values, rows)
 
-    def attend(
-        self,
-        q: Tensor,
-        pages: Pages,
-        rows: Rows,
-        ends: Tensor,
-        scoring: Scoring,
-        sink_logits: Tensor | None,
-        splits: int | None,
-        precision: str,
-        workspace: Tensor | None,
-    ) -> Partial:
-        x, place = _single(q), stored(pages, scoring, q.shape[0])
-        return _like(q, prepare_attend(self._kernels, x, [place], rows, ends, sink_logits, splits)(x, None))
+    def attend(self, q: Tensor, attention: Attention) -> Partial:
+        x, place = _single(q), stored(attention.pages, attention.scoring, q.shape[0])
+        rows, ends, splits = attention.rows, attention.query_ends, attention.splits
+        return _like(q, prepare_attend(self._kernels, x, [place], rows, ends, attention.sink_logits, splits)(x, None))
 
     def attend_dense(
         self,
@@ -119,8 +109,9 @@ class Metal:
         places = [stored(pages, step.scoring, q.shape[0])]
         if also is not None:
             places.append(stored(also, scoring_uncompressed(step.scoring), q.shape[0]))
-        ends = pages.lengths if step.ends is None else step.ends
-        attend = prepare_attend(self._kernels, _single(q), places, rows, ends, step.sink_logits, step.splits, factor)
+        attend = prepare_attend(
+            self._kernels, _single(q), places, rows, step.query_ends, step.sink_logits, step.splits, factor
+        )
 
         def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
             if k is not None and v is not None:
