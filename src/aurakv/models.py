@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import urllib.parse
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +16,7 @@ from typing import Any
 
 import torch
 
+from . import hub
 from .errors import AuraError, FileError, cut, needing
 from .folders import cache_folder
 
@@ -85,32 +82,12 @@ def _one_sentence(name: str | Path) -> Iterator[dict[str, Any]]:
 
     A path is not looked for on the hub, and without a network neither is an id: transformers would try for half a
     minute. What was downloaded before is found."""
-    local, unreachable = Path(name).is_dir(), ""
-    if not local:
-        if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(name)):
-            raise FileError(f"there is no folder {cut(str(name))} with a model")
-        unreachable = _why_no_hub()
+    offline = hub.check(name)
     try:
-        yield {"trust_remote_code": False, "local_files_only": local or bool(unreachable)}
+        yield {"trust_remote_code": False, "local_files_only": bool(offline)}
     except (OSError, ValueError, KeyError) as error:
-        reason = unreachable or cut(str(error).strip().split("\n")[0], 200)
-        raise FileError(
-            f"{cut(str(name))} must be a folder with a model of transformers, or the id of one on the hub: {reason}"
-        ) from error
-
-
-def _why_no_hub(seconds: float = 3.0) -> str:
-    """Why the hub cannot be reached from here; empty if it can, or if a proxy is to be asked."""
-    from huggingface_hub import constants
-
-    address = urllib.parse.urlsplit(constants.ENDPOINT)
-    if address.scheme in urllib.request.getproxies() or address.hostname is None:
-        return ""
-    try:
-        socket.create_connection((address.hostname, address.port or 443), seconds).close()
-    except OSError as error:
-        return f"{address.hostname} cannot be reached from here ({error.strerror or error})"
-    return ""
+        said = cut(str(error).strip().split("\n")[0], 200)
+        raise hub.refusal(name, said if Path(name).is_dir() else offline or said) from error
 
 
 def folder_of(name: str | None) -> Path:

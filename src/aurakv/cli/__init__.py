@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .. import __version__
+from .. import __version__, hub
 from ..errors import AuraError, cut, missing
 from . import arguments, bench, calibrate, demo, eval, generate, info, plan, tune
 
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the help of the command, not of all
     try:
         args.check(args)
+        if getattr(args, "model", None) is not None:
+            hub.check(args.model)
         args.run(args)
         sys.stdout.flush()
     except AuraError as error:
