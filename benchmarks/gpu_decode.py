@@ -120,8 +120,8 @@ def error(q: torch.Tensor, pages: Pages, starts: Rows, scoring: Scoring) -> floa
     queries = q.shape[0] // pages.seqs
     one = dataclasses.replace(pages, table=pages.table[:1].contiguous(), lengths=pages.lengths[:1].contiguous())
     first = q[:queries].double()
-    exact = reference.attend(first, Attention(one, Rows(starts.starts[:2]), scoring)).out
-    return float((decode(q, pages, starts, scoring)[:queries].double() - exact).norm() / exact.norm())
+    truth = reference.attend(first, Attention(one, Rows(starts.starts[:2]), scoring)).out
+    return float((decode(q, pages, starts, scoring)[:queries].double() - truth).norm() / truth.norm())
 
 
 BASELINE = [  # options of its rows

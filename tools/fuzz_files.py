@@ -41,16 +41,16 @@ def corpus() -> list[bytes]:
     torch.manual_seed(0)
     levels = (-2.0, -0.5, 0.25, 1.5)
     own = kv.Format(kv.Codec.key(32, 2, table=levels, seed=7), kv.Codec.value(16, 3, dtype=torch.float32))
-    exact = Uncompressed(first=3, recent=5, dtype=torch.float16, rollback=4)
+    kept = Uncompressed(first=3, recent=5, dtype=torch.float16, rollback=4)
     k4, mixed = kv.Format.parse("k4v4", 16), kv.Format.parse("k16:f16/v2", (8, 32))
     offset = torch.randn(2, 32)
     pools = [kv.PagePool(f, 40, size, 2) for f, size in ((k4, 4), (own, 5), (mixed, 16))]
     caches = [
         kv.KVCache.contiguous(k4, 3, 2),
-        kv.KVCache.contiguous(own, 2, 2, uncompressed=exact, key_offset=offset),
+        kv.KVCache.contiguous(own, 2, 2, uncompressed=kept, key_offset=offset),
         kv.KVCache.contiguous(mixed, 0, 1),
         kv.KVCache.ring(k4, 2, 2, window=8, sinks=3, page_size=4, chunk=4, rollback=2),
-        kv.KVCache.ring(own, 3, 2, window=5, page_size=3, chunk=2, uncompressed=exact),
+        kv.KVCache.ring(own, 3, 2, window=5, page_size=3, chunk=2, uncompressed=kept),
         kv.KVCache.ring(k4, 0, 2, window=64, sinks=4),
         kv.KVCache.paged(pools[0], 4),
         kv.KVCache.paged(pools[1], 3, max_tokens=40, uncompressed=Uncompressed(recent=2)),

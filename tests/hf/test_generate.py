@@ -132,7 +132,7 @@ def test_changing_the_attention_function_in_between():
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], atol=2e-3, rtol=2e-3)
 
 
-def test_exact_tokens_while_decoding_the_cache():
+def test_uncompressed_tokens_while_decoding_the_cache():
     """With every token uncompressed a two-bit cache equals an uncompressed one, on codes and decoded."""
     model, ours = made("llama")
     ids, steps = prompt(2, 30), (20, *[1] * 10)

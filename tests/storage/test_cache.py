@@ -219,7 +219,7 @@ def test_a_dropped_cache_gives_its_pages_back():
     assert other.lengths == [20]
 
 
-def test_exact_tokens_are_exact():
+def test_uncompressed_tokens_come_back_as_they_were():
     """With everything uncompressed, attention equals attention over the vectors themselves."""
     k, v = tokens(40)
     q = rand(40, 4, 64, seed=3)
@@ -251,7 +251,7 @@ def test_first_tokens_alone_take_only_their_room():
     assert cache.lengths == [2, 6], "what the table of uncompressed tokens has not seen is dropped"
 
 
-def test_exact_tokens_survive_truncation_within_their_rollback():
+def test_uncompressed_tokens_survive_truncation_within_their_rollback():
     uncompressed = Uncompressed(2, 10, torch.float32, rollback=12)
     k, v = tokens(200)
     caches = [make("contiguous", seqs=1, uncompressed=uncompressed) for _ in range(2)]
@@ -285,7 +285,7 @@ def test_codes_can_be_appended():
     assert same([x[at] for x in part], held(copy, 0))
 
 
-def test_exact_tokens_and_pages_cannot_drift_apart():
+def test_uncompressed_tokens_and_pages_cannot_drift_apart():
     cache = make("paged", seqs=1, uncompressed=Uncompressed(2, 5))
     cache.append(*tokens(10), [0, 10])
     cache.reserve(5)
@@ -369,7 +369,7 @@ def test_deepcopy_is_independent(backend, device, kind):
         assert torch.equal(cache.step(q[20:], x[20:], x[20:], [0, 20]).out, expected)
 
 
-def test_decode_with_the_exact_tokens_of_a_query():
+def test_decode_with_the_uncompressed_tokens_of_a_query():
     cache = kv.KVCache.contiguous(kv.Format.parse("k2v2", 16), 1, 2, uncompressed=Uncompressed(2, 3, torch.float32))
     k, v = torch.randn(2, 20, 2, 16)
     cache.append(k, v, [0, 20])

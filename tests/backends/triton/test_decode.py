@@ -370,7 +370,7 @@ def test_sink_logits() -> None:
 @needs_gpu
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_exact_first_tokens_and_balance(group: int, dim: int) -> None:
+def test_first_tokens_uncompressed_and_key_scale(group: int, dim: int) -> None:
     """Raw first tokens scored by the way, and scaled queries, are what separate calls give."""
     lengths, first = [300, 2, 0, 65], 4
     pages = make_pages(CUBIC, dim, lengths, 2, 64)

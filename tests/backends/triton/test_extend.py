@@ -83,7 +83,7 @@ CASES = {
     "window-beside-sinks": {"lengths": (300,), "queries": (300,), "scoring": Scoring(window=30, sinks=65, first=3)},
     "all-keys": {"scoring": Scoring(causal=False)},
     "first-recent": {"scoring": Scoring(first=3, recent=40)},
-    "exact": {"scoring": Scoring(first=3, recent=40, only_uncompressed=True)},
+    "only-uncompressed": {"scoring": Scoring(first=3, recent=40, only_uncompressed=True)},
     "negative-scale": {"scoring": Scoring(scale=-0.1)},
     "prefill": {"lengths": (500, 333), "queries": (500, 333)},
     "learned-sinks": {"sinks": True, "group": 7},

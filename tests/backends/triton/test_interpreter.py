@@ -33,7 +33,7 @@ INTERPRETED = [
     ("window-sinks-cap-logits", "float32"),
     ("damaged-value", "fast"),
     ("damaged-value-16", "fast"),
-    ("exact-cap-logits-offset", "fast"),
+    ("uncompressed-cap-logits-offset", "fast"),
     ("ring-pinned-pages", "fast"),
     ("offset-5-bits", "float32"),
     ("width-k6v16", "fast"),
@@ -342,8 +342,8 @@ def test_steps_of_a_cache(name, precision, recent):
 
     def cache(backend, dtype):
         options = {"key_offset": offset, "backend": backend, "device": "cuda"}
-        exact = Uncompressed(4, recent, dtype)
-        return kv.KVCache.contiguous(Format.parse(name, dim), seqs, kv_heads, uncompressed=exact, **options)
+        kept = Uncompressed(4, recent, dtype)
+        return kv.KVCache.contiguous(Format.parse(name, dim), seqs, kv_heads, uncompressed=kept, **options)
 
     ours, other = cache("triton", torch.bfloat16), cache("reference", torch.float32)
     for count in (2, 90, *[1] * 40):

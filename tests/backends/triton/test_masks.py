@@ -57,10 +57,10 @@ def check(scoring: Scoring, length: int) -> None:
     blocks = [(low, high) for low in range(length) for high in (low, low + 10) if high < length]
     given = torch.tensor(blocks, dtype=torch.int32)
     found = torch.zeros(len(blocks), 6, dtype=torch.int32)
-    exact = 2 if scoring.only_uncompressed else 1 if scoring.first or scoring.recent else 0
+    uncompressed = 2 if scoring.only_uncompressed else 1 if scoring.first or scoring.recent else 0
     probe[(len(blocks),)](
         given, found, length, scoring.window or 0, scoring.sinks if scoring.window else 0, scoring.first,
-        scoring.recent, scoring.causal, scoring.window is not None, exact, KEYS,
+        scoring.recent, scoring.causal, scoring.window is not None, uncompressed, KEYS,
     )  # fmt: skip
     key = torch.arange(length)
     for (low, high), (a_base, a_tiles, b_base, tiles, whole, edge) in zip(blocks, found.tolist(), strict=True):
