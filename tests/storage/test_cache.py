@@ -395,3 +395,16 @@ def test_a_caller_may_rotate(kind, beside, dtype):
     assert got.out.dtype == dtype
     assert error < (1e-3 if dtype == torch.float32 else 4e-3)
     torch.testing.assert_close(got.lse, wanted.lse, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
+def test_a_copy_made_in_inference_mode_lives_on(kind):
+    cache, q = make(kind, seqs=1, uncompressed=Uncompressed(first=4)), rand(1, H, 64)
+    cache.append(*tokens(30))
+    with torch.inference_mode():
+        made = copy.deepcopy(cache)
+        made.step(q, *tokens(1, seed=5))
+    cache.step(q, *tokens(1, seed=5))
+    for n in range(40):  # to pages of its own, and to new ones
+        new = tokens(1, seed=n)
+        assert torch.equal(made.step(q, *new).out, cache.step(q, *new).out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 
@@ -312,6 +313,12 @@ class KVCache:
     def __getstate__(self) -> dict[str, object]:
         """What a copy takes over: not the addresses in a prepared step."""
         return {**self.__dict__, "_prepared": None}
+
+    @torch.inference_mode(False)  # a copy that is made in inference mode lives on after it
+    def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
+        memo[id(self)] = made = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     @property
     def page_tables(self) -> list[PageTable]:
