@@ -232,6 +232,27 @@ def test_layers_that_lose_too_much_together(layers):
     assert cache.lost == []
 
 
+def test_predictions_that_moved_while_no_layer_lost_its_keys():
+    """Each layer alone is within its limit, and predictions move by more than 0.15 nats: the guard speaks of all layers."""
+    model, ids = biased_model(2), torch.randint(0, 256, (1, 256), generator=torch.Generator().manual_seed(3))
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = model(ids).logits.log_softmax(-1)
+    model.set_attn_implementation("aurakv")
+
+    def moved(cache: AuraCache) -> float:
+        with torch.no_grad():
+            parts = [model(ids[:, :200], past_key_values=cache).logits]
+            parts += [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(200, 256)]
+        return float((expected.exp() * (expected - torch.cat(parts, 1).log_softmax(-1))).sum(-1).mean())
+
+    narrow, wide = AuraCache(model.config, "k4v4"), AuraCache(model.config, "k8v4")
+    with pytest.warns(UserWarning, match="keys do not survive k4v4 in this model"):
+        assert moved(narrow) > 0.15
+    assert moved(wide) < 0.05
+    assert wide.lost == []
+
+
 def test_a_measure_is_shown_with_the_digits_that_exceed_the_limit():
     assert [more_than(x, 0.25) for x in (0.2501, 0.26, 3.14159)] == ["0.2501", "0.26", "3.1"]
 
