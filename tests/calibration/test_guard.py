@@ -233,7 +233,7 @@ def test_layers_that_lose_too_much_together(layers):
 
 
 def test_predictions_that_moved_while_no_layer_lost_its_keys():
-    """Each layer alone is within its limit, and predictions move by more than 0.15 nats: the guard speaks of all layers."""
+    """Each layer alone is within its limit, and predictions move by more than 0.15 nats: the guard speaks of all."""
     model, ids = biased_model(2), torch.randint(0, 256, (1, 256), generator=torch.Generator().manual_seed(3))
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
