@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FORMAT = DOCS / "format.md"
 DOCUMENTS = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted(DOCS.rglob("*.md"))]
-USER_PAGES = ("transformers", "serving", "quality", "cpu", "gpu", "parallel")
+USER_PAGES = ("transformers", "serving", "quality", "cpu", "gpu", "apple", "parallel")
 CPU = torch.device("cpu")
 
 
