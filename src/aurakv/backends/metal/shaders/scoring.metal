@@ -27,6 +27,7 @@ static inline int3 blocks_of(int lowest, int highest, int low, int length, const
   }
   if (N_ONLY_UNCOMPRESSED) {
     front = N_FIRST;
+    if (N_SINKS > 0) start = 0;  // a recent key that is a sink is seen behind the window, too
     start = N_RECENT > 0 ? max(start, lowest - N_RECENT + 1) : stop;
   } else {
     if (N_RECENT > 0) stop = min(stop, highest - N_RECENT + 1);
