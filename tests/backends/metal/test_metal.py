@@ -198,6 +198,7 @@ def test_wild_numbers_stay_in_bounds(metal, seed):
 
 
 @needs_emulator
+@pytest.mark.full
 def test_the_order_of_threads_does_not_matter(metal):
     results = []
     for backwards in (False, True):

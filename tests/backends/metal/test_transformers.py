@@ -9,7 +9,8 @@ from aurakv.hf import AuraCache, attach
 from tests.hf.small_models import left_padded, logits, made
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_logits_equal_those_of_the_reference(name, metal):
     """A padded batch: a prompt long enough to be measured for offsets, a chunk, single tokens."""
     backend, device = metal
