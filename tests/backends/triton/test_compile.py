@@ -29,6 +29,7 @@ from aurakv.backends.triton.append import launch as store
 from aurakv.backends.triton.common import results, specialise, target
 from aurakv.backends.triton.extend import launch as extend
 from aurakv.backends.triton.portable import launch as attention
+from aurakv.backends.triton.unpack import launch as unpack
 from tests.helpers.compile_only import CompileOnly, disassemble, resources
 
 
@@ -46,6 +47,7 @@ def compile_for(monkeypatch, tmp_path):
                 kernel = kernel.kernel if isinstance(kernel, CompileOnly) else kernel
                 monkeypatch.setattr(module, name, CompileOnly(kernel, capability, seen))
         monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(unpack, "capability", lambda device: divmod(capability, 10))
         return seen
 
     def report(seen, capability, label):
@@ -136,6 +138,18 @@ def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
         assert spills == 0, kernel
     text = disassemble(seen["extend_kernel"][0].asm["cubin"], tmp_path)
     assert text.count("GMMA") > 2 * text.count("WARPGROUP.DEPBAR"), "each product is waited for"
+
+
+@pytest.mark.parametrize(("capability", "name", "dim"), [(80, "k4v4", 128), (90, "k4v4", 128), (90, "k8v5", 96)])
+def test_unpack(compile_for, capability, name, dim):
+    """On Hopper the matrices that rotate back stay in shared memory, beside those of two more programs."""
+    seen = compile_for(capability)
+    keys = torch.zeros(128, 2, dim, dtype=torch.bfloat16)
+    begins, starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    unpack.unpack(pages_of(name, dim, 1, 128, 64), 0, begins, starts, 2, keys, keys.clone())
+    assert seen["unpack_kernel"][0].metadata.shared <= 76_000
+    for kernel, spills in compile_for.report(seen, capability, f"{name} d{dim}"):
+        assert spills <= 4, kernel  # of a loop of a thousand instructions
 
 
 @pytest.mark.parametrize(("name", "dim"), [("k4v3", 512), ("k3v5", 16), ("k5v3", (576, 512)), ("k6v8", 256)])

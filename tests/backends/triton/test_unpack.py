@@ -9,118 +9,23 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
 
 from aurakv import backends
-from aurakv.attention import ops
-from aurakv.format.codec import Codec, Codes, Format
-from aurakv.storage.pages import Pages, allocate
+from aurakv.format.codec import Format
+from tests.helpers.unpacked import CASES, check
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 on_gpu = pytest.mark.skipif(
     backends.why_not("triton", None, "cuda") is not None, reason=f"{backends.why_not('triton', None, 'cuda')}"
 )
-
-HEADS, SEQS, WIDTH = 2, 3, 4
-# widths, tables, dims, page sizes and raw sides, with offsets and key scales or without
-CASES = {
-    "plain": ("k4v4", 64, 32, False),
-    "changed": ("k4v4", 64, 16, True),
-    "narrow": ("k3v2", 128, 64, True),
-    "wide": ("k8v5", 96, 48, True),
-    "wide-6": ("k6v8:lloyd-max", 80, 16, False),
-    "tables": ("k4:lloyd-max/v4:minifloat", 128, 64, False),
-    "large": ("k4v4", 256, 64, True),
-    "raw-keys": ("k16v4", 80, 16, True),
-    "raw": ("k16v16", 64, 32, True),
-}
-INTERPRETED = ("changed", "wide", "raw-keys", "tables", "raw")  # the others on a GPU only: they take long
-
-
-def make_pages(case: str, device: str) -> tuple[Pages, Tensor | None]:
-    name, dim, page_size, changed = CASES[case]
-    torch.manual_seed(len(case))
-    format = Format.parse(name, dim)
-    lengths = [1, page_size + 5, WIDTH * page_size]
-    table = torch.randperm(SEQS * WIDTH).int().view(SEQS, WIDTH)
-    sides = format.key, format.value
-    offsets = [1.5 * torch.randn(HEADS, dim) if changed and side.coded else None for side in sides]
-    pages = Pages(
-        format,
-        page_size,
-        allocate(format, page_size, SEQS * WIDTH, HEADS, torch.device("cpu")).random_(0, 256),
-        table,
-        torch.zeros(SEQS, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int32),
-        key_offset=offsets[0],
-        value_offset=offsets[1],
-    )
-    k, v = (torch.randn(sum(lengths), HEADS, dim) for _ in range(2))
-    v[-3, 1, 5] = torch.nan  # of the last sequence
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    ops.append(pages, k, v, starts, backend="reference")
-    scale = torch.rand(HEADS, dim) + 0.5 if changed else None
-    on = torch.device(device)
-    moved = Pages(
-        format,
-        page_size,
-        pages.data.to(on),
-        table.to(on),
-        pages.lengths.to(on),
-        pages.overflow.to(on),
-        key_offset=None if offsets[0] is None else offsets[0].to(on),
-        value_offset=None if offsets[1] is None else offsets[1].to(on),
-    )
-    return moved, None if scale is None else scale.to(on)
-
-
-def decoded(codes: Codes, codec: Codec, offset: Tensor | None) -> Tensor:
-    scale = None if codes.scale is None else codes.scale.cpu()
-    given = None if offset is None else offset.cpu()
-    return ops.decode(Codes(codes.data.cpu(), scale), codec, given, dtype=torch.float64, backend="reference")
-
-
-def check(case: str, device: str, dtype: torch.dtype) -> None:
-    """All of the middle sequence, the tail of the last one; the first sequence of the table is none of them."""
-    from aurakv.backends.triton.unpack import launch
-
-    pages, scale = make_pages(case, device)
-    format, dim = pages.format, pages.format.key.dim
-    lengths, tail = pages.lengths.tolist(), 20
-    counts = [lengths[1], tail]
-    begins = torch.tensor([0, lengths[2] - tail], dtype=torch.int32, device=device)
-    starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
-    room = sum(counts)
-    for offset in (True, False):
-        keys, values = (torch.full((room + 3, HEADS, dim), 7.0, dtype=dtype, device=device) for _ in range(2))
-        tiles = launch.tiles([counts[0] + 64, counts[1] + 9])  # upper bounds
-        launch.unpack(pages, 1, begins, starts, tiles, keys, values, scale, offset)
-        at = 0
-        for seq, begin, count in ((1, 0, counts[0]), (2, lengths[2] - tail, counts[1])):
-            k, v = pages.stored(seq, begin + torch.arange(count, device=device))
-            expected_k = decoded(k, format.key, pages.key_offset if offset else None)
-            expected_k = expected_k if scale is None else expected_k / scale.cpu().double()
-            expected_v = decoded(v, format.value, pages.value_offset)
-            bad = expected_v.isnan().any(-1)
-            assert bad.any() == (seq == 2)
-            for out, expected in ((keys, expected_k), (values, expected_v)):
-                got = out[at : at + count].cpu().double()
-                assert (got[~bad] - expected[~bad]).norm() <= 3e-3 * expected[~bad].norm(), (case, seq)
-            assert keys[at : at + count].cpu()[bad].isnan().all(), "a damaged value is seen in the key"
-            assert values[at : at + count].isfinite().all()
-            at += count
-        assert bool((keys[room:] == 7).all() and (values[room:] == 0).all()), "zeros behind the last sequence"
-    keys, values = keys.fill_(7), values.fill_(7)
-    launch.unpack(pages, 1, begins, starts, tiles, keys[: room - 5], values[: room - 5], scale)
-    assert bool((keys[room - 5 :] == 7).all() and (values[room - 5 :] == 7).all()), "nothing behind the room"
+INTERPRETED = ("wide", "raw-keys")  # the others on a GPU only: they take long
 
 
 @needs_triton
-@pytest.mark.parametrize("case", INTERPRETED)
-def test_interpreted(case: str) -> None:
-    code = f"import torch, numpy; numpy.seterr(all='ignore'); from {__name__} import check; "
-    code += f"check({case!r}, 'cpu', torch.bfloat16)"
+def test_interpreted() -> None:
+    code = "import torch, numpy; numpy.seterr(all='ignore'); torch.set_num_threads(1)\n"
+    code += f"from tests.helpers.unpacked import check\nfor case in {INTERPRETED!r}: check(case, 'cpu', torch.bfloat16)"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -132,3 +37,15 @@ def test_interpreted(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu(case: str, dtype: torch.dtype) -> None:
     check(case, "cuda", dtype)
+
+
+@needs_triton
+def test_says_why_not() -> None:
+    from aurakv.backends.triton.unpack.launch import why_not_format
+
+    for name, dim in (("k4v4", 80), ("k2v8", 256), ("k16v3", 96), ("k5:lloyd-max/v6:cubic", 64)):
+        assert why_not_format(Format.parse(name, dim)) is None
+    assert "same dim" in (why_not_format(Format.parse("k4v4", (128, 64))) or "")
+    assert "rotates" in (why_not_format(Format.parse("k4v4", 64).unrotated()) or "")
+    for tiny in ("[-1e-6,-1e-7,1e-7,1e-6]", "[-1e6,-1,1,1e6]"):
+        assert "largest level" in (why_not_format(Format.parse(f"k2v2:{tiny}", 64)) or "")
