@@ -1,8 +1,10 @@
 """Kernels compiled for GPUs that are not here, exactly as launchers would launch them; what they then need."""
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -10,6 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from aurakv.backends.triton.common import results, target
+from aurakv.backends.triton.decode import launch as decode
+from aurakv.backends.triton.extend import launch as extend
 
 TYPES = {
     torch.float32: "*fp32",
@@ -66,6 +72,28 @@ class CompileOnly:
             r"tensor<\d+x(\d+)x\w+, #ttg.dot_op<.opIdx = 0, [^>]*kWidth = (\d+)", compiled.asm["ttgir"]
         ):
             assert int(length) >= 4 * int(width), "Triton would count the elements of this sum several times"
+
+
+@contextlib.contextmanager
+def compiling(capability):
+    """Meanwhile, the launchers of decode and extend compile for a GPU of this capability (80 for 8.0) instead of
+    launching. Yields what they have compiled: {kernel: (compiled, warps)}."""
+    kernels = {
+        decode: ("decode_attention", "merge_pieces"),
+        extend: ("extend_kernel", "extend_warps_kernel", "prepare_kernel", "prepare_integers_kernel"),
+        results: ("finish_kernel",),
+    }
+    seen = {}
+    with contextlib.ExitStack() as stack:
+        for module, names in kernels.items():
+            for name in names:
+                kernel = CompileOnly(getattr(module, name), capability, seen)
+                stack.enter_context(mock.patch.object(module, name, kernel))
+        for module in (decode, extend):
+            stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=108))
+        stack.callback(target.assume, None)
+        target.assume((capability // 10, capability % 10))
+        yield seen
 
 
 def disassemble(cubin: bytes, directory: Path, option: str = "-sass") -> str:

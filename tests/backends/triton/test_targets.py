@@ -15,13 +15,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Rows
-from aurakv.backends.triton.common import results, target
+from aurakv.backends.triton.common import target
 from aurakv.backends.triton.decode import launch as decode
 from aurakv.backends.triton.extend import launch as extend
 from aurakv.checks import rows_of
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
-from tests.helpers.compile_only import CompileOnly, disassemble, main_loop
+from tests.helpers.compile_only import compiling, disassemble, main_loop
 
 CAPABILITIES = [80, 86, 89, 90, 100, 120]
 OWN = 1024  # bytes of shared memory that the system takes for a program
@@ -38,44 +38,21 @@ def make_pages(name: str, dim: int, tokens: int, page_size: int) -> Pages:
     )  # fmt: skip
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Compiles for a capability what a call would launch: {kernel: (compiled, warps)}."""
-    kernels = [(decode, "decode_attention"), (decode, "merge_pieces"), (extend, "extend_kernel"),
-               (extend, "extend_warps_kernel"), (extend, "prepare_kernel"), (extend, "prepare_integers_kernel"),
-               (results, "finish_kernel")]  # fmt: skip
-    kernels = [(module, name, getattr(module, name)) for module, name in kernels]
-
-    def compile(capability, run):
-        target.assume((capability // 10, capability % 10))
-        seen = {}
-        for module, name, kernel in kernels:
-            monkeypatch.setattr(module, name, CompileOnly(kernel, capability, seen))
-        for module in (decode, extend):
-            monkeypatch.setattr(module, "multiprocessors", lambda device: 108)
-        run()
-        return seen
-
-    yield compile
-    target.assume(None)
-
-
-def check_decode(compiled, tmp_path, capability, name, dim=128, page_size=64, group=4):
+def check_decode(tmp_path, capability, name, dim=128, page_size=64, group=4):
     pages = make_pages(name, dim, 8192, page_size)
     q = torch.empty(1, 8 * group, dim, dtype=torch.bfloat16)
     where = rows_of("starts", None, 1, 1, q.device)
     scoring = Scoring()
 
-    def run():
+    with compiling(capability) as seen:
         assert decode.why_not_call(q, pages, scoring, "fast") is None
         decode.attend(q, pages, where, pages.lengths, scoring, None, None, None)
-
-    kernel, _ = compiled(capability, run)["decode_attention"]
+        tile = decode._tile(pages, group)
+        residents = decode._residents(target.target_of(q.device), pages.format, group, tile)
+    kernel, _ = seen["decode_attention"]
     usage = disassemble(kernel.asm["cubin"], tmp_path, "-res-usage")
     code, loop = main_loop(disassemble(kernel.asm["cubin"], tmp_path))
     registers, stack, static = map(int, re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)[0])
-    tile = decode._tile(pages, group)
-    residents = decode._residents(target.target_of(q.device), pages.format, group, tile)
     shared = static + kernel.metadata.shared
     copies = [text for text in code if "LDGSTS" in text]
     bulk = capability >= 90 and page_size >= 32
@@ -103,36 +80,34 @@ def check_decode(compiled, tmp_path, capability, name, dim=128, page_size=64, gr
 
 
 @pytest.mark.parametrize("capability", [80, 86, 120])
-def test_decode(compiled, tmp_path, capability):
-    check_decode(compiled, tmp_path, capability, "k4v4")
+def test_decode(tmp_path, capability):
+    check_decode(tmp_path, capability, "k4v4")
 
 
 @pytest.mark.parametrize(("capability", "name"), [(80, "k3v3")])
-def test_decode_in_pages_of_16(compiled, tmp_path, capability, name):
-    check_decode(compiled, tmp_path, capability, name, page_size=16)
+def test_decode_in_pages_of_16(tmp_path, capability, name):
+    check_decode(tmp_path, capability, name, page_size=16)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("dim", "page_size", "group"), [(128, 64, 4), (128, 16, 8), (256, 64, 4), (128, 32, 16)])
-def test_every_width(compiled, tmp_path, capability, name, dim, page_size, group):
-    check_decode(compiled, tmp_path, capability, name, dim, page_size, group)
+def test_every_width(tmp_path, capability, name, dim, page_size, group):
+    check_decode(tmp_path, capability, name, dim, page_size, group)
 
 
-def check_extend(compiled, tmp_path, capability, name, dim=128):
+def check_extend(tmp_path, capability, name, dim=128):
     pages = make_pages(name, dim, 8192, 64)
     q = torch.empty(512, 32, dim, dtype=torch.bfloat16)
     where = Rows(torch.tensor([0, 512], dtype=torch.int32))
 
-    def run():
+    with compiling(capability) as seen:
         assert extend.why_not_call(q, pages, Scoring(), "fast") is None
         extend.attend(q, pages, where, pages.lengths, Scoring(), None, None, None)
-
-    seen = compiled(capability, run)
+        rows = extend._rows(pages)
+        residents = extend._residents(pages, rows)
     kernel, _ = seen["extend_warps_kernel"]
-    rows = extend._rows(pages)
-    residents = extend._residents(pages, rows)
     code, loop = main_loop(disassemble(kernel.asm["cubin"], tmp_path))
     spills = sum(bool(re.search(r"\b(LDL|STL)\b", code[i])) for i in loop)
     print(f"sm_{capability} {name} d{dim}: {rows} rows, {residents} programs, {kernel.metadata.shared} bytes,"
@@ -143,14 +118,14 @@ def check_extend(compiled, tmp_path, capability, name, dim=128):
 
 
 @pytest.mark.parametrize(("capability", "name"), [(80, "k4v4"), (86, "k8v4")])
-def test_extend(compiled, tmp_path, capability, name):
-    check_extend(compiled, tmp_path, capability, name)
+def test_extend(tmp_path, capability, name):
+    check_extend(tmp_path, capability, name)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_extend_every_width(compiled, tmp_path, capability, name, dim):
+def test_extend_every_width(tmp_path, capability, name, dim):
     if extend.why_not_format(Format.parse(name, dim)) is None:
-        check_extend(compiled, tmp_path, capability, name, dim)
+        check_extend(tmp_path, capability, name, dim)
