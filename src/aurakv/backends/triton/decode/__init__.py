@@ -1,1 +1,1 @@
-"""One or a few queries a sequence, on tensor cores (Gluon; Hopper and newer)."""
+"""One or a few queries a sequence, on tensor cores (Gluon)."""

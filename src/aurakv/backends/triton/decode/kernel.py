@@ -1,8 +1,8 @@
-"""Decode attention on codes of 2 to 8 bits: one warp a program (Gluon, Hopper and newer).
+"""Decode attention on codes of 2 to 8 bits: one warp a program (Gluon, Ampere and newer).
 
 One warp is one program. Programs share all tiles of TILE tokens of all jobs (schedule) evenly: program p takes
 tiles [p·total/N, (p+1)·total/N) in the order sequence, job, position; `total` is from lengths on the device. Tiles
-travel by TMA into a ring of STAGES buffers, across the borders of jobs and sequences. What a program finds about one
+travel by TMA or, not BULK, by `lane_copies` into a ring of STAGES buffers, across the borders of jobs and sequences. What a program finds about one
 job is one piece (out normalised, log2 of the summed weights); `merge_pieces` puts pieces together.
 
 In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
@@ -17,9 +17,10 @@ Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Pie
      are job p, and the program does what `merge_pieces` would, with its arguments.
 Constexprs: ROWS of a job: GROUP, or 8 or 16 if SEVERAL (blocks or queries). KEY_LEVELS, VALUE_LEVELS: kinds of
      levels; CLIP, WINDOW, SINKS see schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles,
-     2: one, of two flat sides.
-The launcher guarantees: ROWS ≤ 16, DIM in (64, 128, 256), pages of whole tiles or one page a sequence. The name of the
-kernel and its first three parameters are known to `tile_ring`.
+     2: one, of two flat sides; EARLY: the merge is launched to overlap the end; PAGES of a tile, if they are smaller.
+The launcher guarantees: ROWS ≤ 16, DIM in (64, 128, 256), tiles of whole pages, pages of whole tiles or one page a
+sequence; BULK, PAGES is 1. The name of the kernel and its first three parameters, None if not BULK, are known to
+`tile_ring`.
 """
 
 # mypy: ignore-errors

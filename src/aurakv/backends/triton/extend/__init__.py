@@ -1,1 +1,1 @@
-"""Many queries a sequence, on warp-group products (Gluon; Hopper)."""
+"""Many queries a sequence, on tensor cores (Gluon)."""
