@@ -2,8 +2,9 @@
 
 One warp is one program. Programs share all tiles of TILE tokens of all jobs (schedule) evenly: program p takes
 tiles [p·total/N, (p+1)·total/N) in the order sequence, job, position; `total` is from lengths on the device. Tiles
-travel by TMA or, not BULK, by `lane_copies` into a ring of STAGES buffers, across the borders of jobs and sequences. What a program finds about one
-job is one piece (out normalised, log2 of the summed weights); `merge_pieces` puts pieces together.
+travel by TMA or, not BULK, by `lane_copies` into a ring of STAGES buffers, across the borders of jobs and sequences.
+What a program finds about one job is one piece (out normalised, log2 of the summed weights); `merge_pieces` puts pieces
+together.
 
 In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] int16, or where both have rows of the same
      size one [pages · kv_heads, key or value, …]; where a side is flat (`tile_ring`), it and the scales come by
