@@ -34,10 +34,12 @@ from ..calibration.observer import KeyObserver
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
+from . import connectors
 from .adapter_cuda import make_prefill, warm_up
 from .beginnings import Beginnings, Entries
-from .layer import FAST_TOKENS, TOKENS, Batch, Layer, Memory
+from .layer import FAST_TOKENS, MOST_TOKENS, TOKENS, Batch, Layer, Memory
 from .prefill import find_prompts, most_rows
+from .recurrent import attention_numbers
 from .switch import Switch
 
 WORKER = "aurakv.vllm.worker.AuraWorker"
@@ -73,7 +75,9 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
         if reason is not None:
             raise InputError(f"aurakv cannot serve this: {reason}")
         model = config.model_config
-        switch.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
+        layers = len(attention_numbers(config)) if switch.policy is not None else 0
+        switch.check_model(layers, model.get_total_num_kv_heads(), model.get_head_size())
+        connectors.name_folders(config, switch)
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
         for note in (switch.note, _slow_blocks(config)):
             if note is not None:
@@ -103,15 +107,13 @@ def why_not(config: VllmConfig) -> str | None:
         (cache.cache_dtype != "auto", f"--kv-cache-dtype must be auto, got {cache.cache_dtype}"),
         (model.use_mla, "the model uses multi-head latent attention, which stores no keys and values"),
         (model.is_encoder_decoder, "the model is an encoder-decoder with cross attention"),
-        (model.is_hybrid, "the model has layers with a recurrent state beside attention"),
         (model.is_attention_free, "the model has no attention"),
         (model.runner_type != "generate", f"the model must generate text, got the runner {model.runner_type}"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism is not supported"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism is not supported"),
-        (config.kv_transfer_config is not None, "KV connectors are not supported"),
         (not current_platform.is_cpu() and not current_platform.is_cuda(), "it runs on CPUs and on CUDA"),
     )
-    return next((sentence for refused, sentence in checks if refused), None)
+    return next((sentence for refused, sentence in checks if refused), None) or connectors.why_not(config)
 
 
 class AuraBackend(AttentionBackend):  # type: ignore[misc]
@@ -136,7 +138,10 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
-        return [MultipleOf(TOKENS)]
+        """A block as a page, unless it is large, as beside recurrent states: then vLLM splits it into several."""
+        size = 0 if kv_cache_spec is None else kv_cache_spec.block_size
+        large = size > MOST_TOKENS and size % FAST_TOKENS == 0 and kv_cache_spec.page_size_padded is None
+        return [FAST_TOKENS] if large else [MultipleOf(TOKENS)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -165,10 +170,6 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_sink(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
 
 
 @functools.cache

@@ -32,10 +32,13 @@ from ..calibration.calibration import Calibration, KeyCalibration
 from ..calibration.identity import identity_of
 from ..calibration.observer import KeyObserver
 from ..calibration.policy import FIRST, LayerPolicy
-from ..calibration.statistics import ENOUGH, SINKS
+from ..calibration.statistics import ENOUGH, SINKS, Turns
 from ..errors import FileError, InputError
+from ..format.codec import Format
 from ..hf.support import turns
+from . import connectors
 from .adapter import AuraBackend, AuraImpl
+from .recurrent import attention_numbers, fresh_states
 from .switch import Switch, shard
 
 if current_platform.is_cpu():
@@ -75,12 +78,13 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
     own = {module.layer_name for module in model.modules() if isinstance(module, Attention)} & set(ours)
     numbers = {name: extract_layer_index(name) for name in own if ours[name].impl.shares is None}
     if switch.policy is not None:
-        policies = dict(enumerate(switch.policy.layers))
+        policies = dict(zip(attention_numbers(config), switch.policy.layers, strict=True))
     elif switch.measured:
         policies = _measured(switch, config, model, device, {numbers[name]: ours[name] for name in numbers})
     else:
         policies = dict.fromkeys(numbers.values(), LayerPolicy(str(switch.format)))
     seqs = config.scheduler_config.max_num_seqs
+    connectors.check_folders(config, switch)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     for name, layer in ours.items():
         source = layer.impl.shares or name
@@ -109,12 +113,22 @@ def _measured(
                 _logger.warning_once(f"this calibration is made again at the next start: {error}")
     assert found is not None
     chosen = found.chosen(switch.format, switch.plain, device.type)
+    formats = {layer.format for layer in chosen.layers.values()}
+    if len(formats) > 1 and not _all(one_kind(config, layers)):
+        widest = max(formats, key=lambda name: Format.parse(name, 64).bytes_per_token)
+        _logger.info_once(f"aurakv stores {widest} in all layers: blocks of this model must have one size")
+        chosen = found.chosen(widest, device_type=device.type)
     if chosen.note is not None:
         _logger.warning_once(chosen.note)
     wide = {number: layer.format for number, layer in chosen.layers.items() if switch.format is None}
     if len(set(wide.values())) > 1:
         _logger.info_once(f"aurakv stores keys wider in some layers: {wide}")
     return chosen.layers
+
+
+def one_kind(config: VllmConfig, layers: dict[int, Attention]) -> bool:
+    """Whether layers differ in neither window nor state; vLLM gives blocks of all kinds the same size."""
+    return not config.model_config.is_hybrid and len({layer.impl.sliding_window for layer in layers.values()}) < 2
 
 
 def copies(config: VllmConfig) -> int:
@@ -155,13 +169,8 @@ def _read(
     identity: str,
 ) -> Calibration:
     """Let the model read a text, and put together what the layers of all ranks saw."""
-    if config.model_config.is_hybrid:
-        raise InputError(
-            "aurakv cannot serve this: a model with a recurrent state beside attention needs a calibration made"
-            f" before it is served: aurakv calibrate {config.model_config.model}"
-        )
     ids, source = _ids(config)
-    turned = turns(config.model_config.hf_config)
+    turned = _turned(config)
     for number, layer in layers.items():
         layer.impl.observer = KeyObserver(turned[number] if number < len(turned) else None, layer.impl.scoring)
     try:
@@ -174,6 +183,14 @@ def _read(
         for layer in layers.values():
             layer.impl.observer = None
     return Calibration(_gathered(seen, copies(config)), source, FIRST, identity)
+
+
+def _turned(config: VllmConfig) -> list[Turns | None]:
+    """How positions turn keys in each layer, as far as it is known."""
+    try:
+        return turns(config.model_config.hf_config)
+    except InputError:  # layers that only vLLM knows
+        return []
 
 
 def _ids(config: VllmConfig) -> tuple[Tensor, str]:
@@ -198,7 +215,10 @@ def _forward(config: VllmConfig, model: torch.nn.Module, ids: Tensor) -> None:
     if config.model_config.uses_mrope:
         positions = positions.expand(3, -1)
     before, pipeline = None, get_pp_group()
-    with set_forward_context(None, config, num_tokens=len(ids), skip_compiled=True):
+    with (
+        fresh_states(config, len(ids), ids.device) as told,
+        set_forward_context(told, config, num_tokens=len(ids), skip_compiled=True),
+    ):
         if not pipeline.is_first_rank:
             before = IntermediateTensors(pipeline.recv_tensor_dict(all_gather_group=get_tp_group()))
         after = model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=None)
