@@ -1,0 +1,246 @@
+"""What operators use beside plain serving, in vLLM's engine: drafts, recurrent states, offloading. Run: make test-vllm"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
+from aurakv.calibration.calibration import Calibration, KeyCalibration
+from aurakv.calibration.identity import identity_of
+from aurakv.calibration.policy import LayerPolicy, Policy
+from tests.vllm.test_engine import LENGTH, engine, random_model, random_prompts, token_ids
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def said(model: Path, switch: str | bool | None, prompts: list[Any], tokens: int = 16, **options: Any) -> Any:
+    with engine(model, switch, skip_tokenizer_init=True, **options) as llm:
+        return token_ids(llm, prompts, tokens, detokenize=False)
+
+
+def equal(found: list[list[int]], expected: list[list[int]]) -> int:
+    return sum(a == b for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
+
+
+# drafts
+
+
+def repeated_prompts() -> list[list[int]]:
+    """A few tokens again and again, so that drafts from the prompt are accepted as well as rejected."""
+    found = []
+    for seed, length in enumerate((30, 60, 100, 200, 240, 64)):
+        draw = random.Random(seed)
+        found.append(([draw.randrange(512) for _ in range(12)] * 20)[:length])
+    return found
+
+
+def eagle_head(folder: Path) -> Path:
+    """One layer of random weights that drafts from the hidden states of `random_model`."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    torch.manual_seed(3)
+    shapes = {
+        "self_attn.q_proj": (256, 256),
+        "self_attn.k_proj": (128, 256),
+        "self_attn.v_proj": (128, 256),
+        "self_attn.o_proj": (256, 256),
+        "mlp.gate_proj": (512, 256),
+        "mlp.up_proj": (512, 256),
+        "mlp.down_proj": (256, 512),
+    }
+    weights = {f"layers.0.{name}.weight": 0.05 * torch.randn(shape) for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(256)
+    weights["fc.weight"] = 0.05 * torch.randn(256, 512)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=LENGTH, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("switch", ["k16v16", "k8v8"])
+def test_drafts_change_nothing(llama: Path, tmp_path: Path, switch: str) -> None:
+    """Batches of 1 + k queries: greedy text is that without drafts, whoever proposes them."""
+    drafts = {
+        "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1},
+        "a model": {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 3},
+        "a head": {"method": "eagle", "model": str(eagle_head(tmp_path / "eagle")), "num_speculative_tokens": 2},
+    }
+    prompts = repeated_prompts()
+    expected = said(llama, switch, prompts, 24)
+    for name, how in drafts.items():
+        found = said(llama, switch, prompts, 24, speculative_config=how)
+        assert found == expected, f"drafts of {name}: {equal(found, expected)} of {6 * 24} tokens are equal"
+
+
+# models with a recurrent state
+
+
+def short_convolutions(folder: Path) -> Path:
+    """Two layers that convolve, two that attend."""
+    from transformers import AutoModelForCausalLM, Lfm2Config
+
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.1, max_position_embeddings=LENGTH,
+        layer_types=["conv", "full_attention"] * 2, block_ff_dim=512, block_auto_adjust_ff_dim=False, block_dim=256,
+        conv_dim=256,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def gated_delta_nets(folder: Path) -> Path:
+    """As in Qwen3-Next: two layers with a matrix as their state, two that attend."""
+    from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, initializer_range=0.1, max_position_embeddings=LENGTH,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=128,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def test_short_convolutions_beside_attention(tmp_path: Path) -> None:
+    """The text of the stock backend at 16 bits; calibrated by a text that passes all layers; a policy of two layers."""
+    folder, prompts = short_convolutions(tmp_path / "model"), random_prompts()
+    expected = said(folder, None, prompts)
+    assert said(folder, "k16v16", prompts) == expected
+    for switch, least in (("k8v8", 90), (True, 40)):  # of 96
+        assert equal(said(folder, switch, prompts), expected) >= least
+    Policy(2, 64, (LayerPolicy("k16v16"),) * 2).save(tmp_path / "policy.json")
+    assert said(folder, str(tmp_path / "policy.json"), prompts) == expected
+
+
+def test_gated_delta_nets_beside_attention(tmp_path: Path) -> None:
+    """vLLM computes them in bfloat16 on a CPU, where a last bit may change a token."""
+    folder, prompts = gated_delta_nets(tmp_path / "model"), random_prompts()
+    expected = said(folder, None, prompts, dtype="bfloat16")
+    assert equal(said(folder, "k16v16", prompts, dtype="bfloat16"), expected) >= 86  # of 96
+    assert equal(said(folder, "k8v8", prompts, dtype="bfloat16"), expected) >= 72
+
+
+def test_calibration_at_start_sees_what_transformers_sees(tmp_path: Path) -> None:
+    """The recurrent layers take part when vLLM reads a text: keys behind them are those of the model."""
+    from transformers import AutoModelForCausalLM
+
+    from aurakv.hf.calibrate import calibrate
+
+    folder = short_convolutions(tmp_path / "model")
+    said(folder, "k8v8", [[1, 2, 3]], 1)
+    made = Calibration.kept(identity_of(folder))
+    assert made is not None
+    ids = torch.randint(512, (1, 2048), generator=torch.Generator().manual_seed(0))  # an engine without tokenizer
+    expected = calibrate(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ids)
+    assert list(made.layers) == list(expected.layers) == [1, 3]
+    for number, layer in expected.layers.items():
+        torch.testing.assert_close(made.layers[number].key_scale, layer.key_scale, rtol=1e-2, atol=1e-3)
+
+
+# connectors
+
+
+def configured(model: Path, switch: str, connector: str | None = None, **options: Any) -> Any:
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    if connector is not None:
+        extra = options.pop("extra", {})
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
+        )
+    additional = {"aurakv": switch}
+    return EngineArgs(str(model), additional_config=additional, skip_tokenizer_init=True, **options)
+
+
+def created(args: Any) -> Any:
+    return args.create_engine_config()
+
+
+def test_host_memory_is_allowed(llama: Path) -> None:
+    for args in (
+        configured(llama, "k4v4", kv_offloading_size=1.0),
+        configured(llama, "k4v4", "OffloadingConnector", extra={"cpu_bytes_to_use": 1 << 20}),
+        configured(llama, "k4v4", "SimpleCPUOffloadConnector", extra={"cpu_bytes_to_use": 1 << 20}),
+    ):
+        assert created(args).kv_transfer_config.kv_connector.endswith(("OffloadingConnector", "OffloadConnector"))
+
+
+REFUSED = {
+    "LMCache": ({"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"}, "must be native, got lmcache"),
+    "another engine": ({"connector": "NixlConnector"}, "which move blocks as bytes, got NixlConnector"),
+    "another tier": (
+        {
+            "connector": "OffloadingConnector",
+            "extra": {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "obj"}]},
+        },
+        r"tier fs, .* got \['obj'\]",
+    ),
+    "another spec": (
+        {"connector": "OffloadingConnector", "extra": {"spec_name": "Mine", "spec_module_path": "mine"}},
+        "spec_name of OffloadingConnector must be one of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_connectors_are_refused(llama: Path, name: str) -> None:
+    options, message = REFUSED[name]
+    with pytest.raises(Exception, match=message):
+        created(configured(llama, "k4v4", **options))
+
+
+def test_bytes_on_disk_are_found_by_format_and_calibration(llama: Path, tmp_path: Path) -> None:
+    """Two engines share a folder on disk only if they would write the same bytes."""
+
+    def root(switch: str) -> str:
+        tiers = [{"type": "fs", "root_dir": str(tmp_path / "blocks")}]
+        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": tiers}
+        config = created(configured(llama, switch, "OffloadingConnector", extra=extra))
+        return str(config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][0]["root_dir"])
+
+    with pytest.raises(Exception, match="must be made before: aurakv calibrate"):
+        root("k4v4")
+    uncompressed = root("k16v4")  # nothing of it is measured
+    scale = torch.ones(2, 64)
+    moved = dict.fromkeys((2, 3, 4, 5, 6, 8), 0.0)
+
+    def keep(factor: float) -> None:
+        layers = {number: KeyCalibration(0 * scale, factor * scale, moved, moved) for number in range(4)}
+        Calibration(layers, "a text", 0, identity_of(llama)).keep()
+
+    keep(1.0)
+    first, wider, plain = root("k4v4"), root("k8v4"), root("plain:k4v4")
+    assert root("k4v4") == first
+    keep(1.5)
+    policies = []
+    for format in ("k4v4", "k8v4"):
+        Policy(2, 64, (LayerPolicy(format),) * 4).save(tmp_path / f"{format}.json")
+        policies.append(root(str(tmp_path / f"{format}.json")))
+    found = [uncompressed, first, wider, plain, root("k4v4"), root("k16v8"), *policies]
+    assert len(set(found)) == len(found)
+    assert all(Path(each).parent == tmp_path / "blocks" for each in found)
