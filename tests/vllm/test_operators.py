@@ -1,4 +1,4 @@
-"""What operators use beside plain serving, in vLLM's engine: drafts, recurrent states, offloading. Run: make test-vllm"""
+"""What operators use in vLLM's engine: drafts, recurrent states, offloading, parallel stages. Run: make test-vllm"""
 
 from __future__ import annotations
 

