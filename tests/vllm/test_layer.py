@@ -143,6 +143,35 @@ def test_captured_decode_sees_what_changes(name: str, single: bool, device: str)
     assert not bool(owned.overflow)
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("name", ["k16:f32/v16:f32", "k4v4", "k8v3"])
+def test_blocks_with_padding(name: str, device: str) -> None:
+    """An engine whose layers need blocks of different sizes pads the smaller ones."""
+    format = kv.Format.parse(name, DIM)
+    results = []
+    for padding in (0, 16 * KV_HEADS, 4096):
+        torch.manual_seed(8)
+        engine = Engine(format, kv.Scoring(), device=device)
+        count, *block = engine.memory.shape
+        whole = torch.randint(256, (count, engine.memory[0].numel() + padding), dtype=torch.uint8, device=device)
+        engine.memory = whole[:, : engine.memory[0].numel()].unflatten(1, block)
+        torch.manual_seed(9)
+        steps = ({0: rows(50), 1: rows(3)}, {0: rows(1), 1: rows(70)}, {0: rows(1), 1: rows(1)})
+        results.append([out for step in steps for out in engine.step(step).values()])
+    for padded in results[1:]:
+        for found, expected in zip(padded, results[0], strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_padding_that_heads_cannot_share_is_refused() -> None:
+    engine = Engine(kv.Format.parse("k4v4", DIM), kv.Scoring())
+    count, *block = engine.memory.shape
+    size = engine.memory[0].numel()
+    engine.memory = torch.zeros(count, size + 16, dtype=torch.uint8)[:, :size].unflatten(1, block)
+    with pytest.raises(InputError, match="padded to a multiple of 32 bytes"):
+        engine.step({0: rows(1)})
+
+
 def test_blocks_that_sequences_share() -> None:
     """A prefix that another request computed: its blocks stand in both tables, and only new tokens are written."""
     torch.manual_seed(1)

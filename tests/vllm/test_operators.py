@@ -77,16 +77,18 @@ def eagle_head(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("switch", ["k16v16", "k8v8"])
-def test_drafts_change_nothing(llama: Path, tmp_path: Path, switch: str) -> None:
+def test_drafts_change_nothing(llama: Path, tmp_path: Path, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of 1 + k queries: greedy text is that without drafts, whoever proposes them."""
-    drafts = {
-        "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1},
+    drafts: dict[str, dict[str, Any]] = {
         "a model": {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 3},
         "a head": {"method": "eagle", "model": str(eagle_head(tmp_path / "eagle")), "num_speculative_tokens": 2},
+        "the prompt": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1},
     }
     prompts = repeated_prompts()
     expected = said(llama, switch, prompts, 24)
     for name, how in drafts.items():
+        if how["method"] == "ngram":  # it imports numba, and no second engine starts in a process that has it
+            monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         found = said(llama, switch, prompts, 24, speculative_config=how)
         assert found == expected, f"drafts of {name}: {equal(found, expected)} of {6 * 24} tokens are equal"
 
@@ -159,6 +161,97 @@ def test_calibration_at_start_sees_what_transformers_sees(tmp_path: Path) -> Non
     assert list(made.layers) == list(expected.layers) == [1, 3]
     for number, layer in expected.layers.items():
         torch.testing.assert_close(made.layers[number].key_scale, layer.key_scale, rtol=1e-2, atol=1e-3)
+
+
+# layers of different kinds
+
+
+def test_a_policy_with_blocks_of_different_sizes(tmp_path: Path) -> None:
+    """Layers with a window and layers without one: vLLM pads the smaller blocks."""
+    folder, prompts = random_model(tmp_path / "model", "gemma2"), random_prompts()
+    expected = said(folder, None, prompts)
+    Policy(2, 64, (LayerPolicy("k16v16"), LayerPolicy("k8v8")) * 2).save(tmp_path / "policy.json")
+    assert equal(said(folder, str(tmp_path / "policy.json"), prompts), expected) >= 86  # of 96
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_layers_with_windows_and_head_dims_of_their_own(tmp_path: Path, kind: str) -> None:
+    """Gemma 4 has larger heads in layers without a window."""
+    folder, prompts = gemma(tmp_path / "model", kind), random_prompts()
+    expected = said(folder, None, prompts)
+    assert said(folder, "k16v16", prompts) == expected
+    assert equal(said(folder, "k8v8", prompts), expected) >= 80  # of 96
+
+
+def gemma(folder: Path, kind: str) -> Path:
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, Gemma4TextConfig
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "initializer_range": 0.1,
+        "max_position_embeddings": LENGTH, "sliding_window": 48,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    if kind == "gemma3":
+        config: Any = Gemma3TextConfig(**common)
+    else:
+        config = Gemma4TextConfig(
+            **common, global_head_dim=128, num_global_key_value_heads=2, hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0, vocab_size_per_layer_input=512,
+        )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+# adapters and stages
+
+
+def adapter(folder: Path) -> Path:
+    """A LoRA adapter of `random_model` with random numbers."""
+    import json
+
+    from safetensors.torch import save_file
+
+    torch.manual_seed(5)
+    folder.mkdir()
+    weights = {}
+    for layer in range(4):
+        for name, rows in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = 0.2 * torch.randn(8, 256)
+            weights[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn(rows, 8)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    return folder
+
+
+def test_adapters(llama: Path, tmp_path: Path) -> None:
+    """The same prompts with an adapter and without one, in one engine: each as with the stock backend."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    path, prompts, found = adapter(tmp_path / "adapter"), random_prompts(), {}
+    for switch in (None, "k16v16", "k8v8"):
+        options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "skip_tokenizer_init": True}
+        with engine(llama, switch, **options) as llm:
+            params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+            for request in (None, LoRARequest("one", 1, str(path))):
+                given = [{"prompt_token_ids": prompt} for prompt in prompts]
+                outputs = llm.generate(given, params, use_tqdm=False, lora_request=request)
+                found[switch, request is None] = [list(out.outputs[0].token_ids) for out in outputs]
+    assert equal(found[None, True], found[None, False]) < 48, "the adapter was meant to change the text"
+    for plain in (True, False):
+        assert found["k16v16", plain] == found[None, plain]
+        assert equal(found["k8v8", plain], found[None, plain]) >= 80  # of 96
+
+
+def test_pipeline_parallel(llama: Path) -> None:
+    """Two processes, each with half of the layers, calibrate together and say what one says."""
+    expected = said(llama, "k8v8", random_prompts())
+    options = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    assert said(llama, "k8v8", random_prompts(), **options) == expected
 
 
 # connectors

@@ -34,7 +34,7 @@ class Pages:
 
     format: Format
     page_size: int
-    data: Tensor  # [pages, kv_heads, page bytes] uint8, the parts of a piece as Format.layout says
+    data: Tensor  # [pages, kv_heads, page bytes] uint8, a piece as Format.layout says, or with padding behind it
     table: Tensor  # [seqs, width] int32 page indices; −1 where no page is allocated
     lengths: Tensor  # [seqs] int32: tokens appended so far
     overflow: Tensor  # [1] int32: set by an append that did not fit and therefore wrote nothing
@@ -126,13 +126,13 @@ class Pages:
         layout = self.format.layout(self.page_size) if self.page_size > 0 else None
         if layout is None:
             raise InputError(f"page_size must be positive, got {self.page_size}")
-        if self.data.dtype != torch.uint8 or self.data.ndim != 3 or self.data.shape[2] != layout.bytes:
+        if self.data.dtype != torch.uint8 or self.data.ndim != 3 or self.data.shape[2] < layout.bytes:
             raise InputError(
                 f"page data of {self.format} with {self.page_size} tokens a page is"
-                f" uint8 [pages, kv_heads, {layout.bytes}],"
+                f" uint8 [pages, kv_heads, at least {layout.bytes}],"
                 f" got {self.data.dtype} {list(self.data.shape)}"
             )
-        if not self.data.is_contiguous() or self.data.data_ptr() % 16:
+        if not self.data.is_contiguous() or self.data.data_ptr() % 16 or (self.data.shape[2] - layout.bytes) % 16:
             raise InputError("page data must be contiguous and aligned to 16 bytes")
         for name, tensor, ndim in (
             ("table", self.table, 2),

@@ -76,8 +76,9 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
         if reason is not None:
             raise InputError(f"aurakv cannot serve this: {reason}")
         model = config.model_config
-        layers = len(attention_numbers(config)) if switch.policy is not None else 0
-        switch.check_model(layers, model.get_total_num_kv_heads(), model.get_head_size())
+        if model.runner_type == "generate":  # a policy says nothing of a draft model
+            layers = len(attention_numbers(config)) if switch.policy is not None else 0
+            switch.check_model(layers, model.get_total_num_kv_heads(), model.get_head_size())
         connectors.name_folders(config, switch)
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
         for note in (switch.note, _slow_blocks(config)):
@@ -111,7 +112,10 @@ def why_not(config: VllmConfig) -> str | None:
         (model.use_mla, "the model uses multi-head latent attention, which stores no keys and values"),
         (model.is_encoder_decoder, "the model is an encoder-decoder with cross attention"),
         (model.is_attention_free, "the model has no attention"),
-        (model.runner_type != "generate", f"the model must generate text, got the runner {model.runner_type}"),
+        (
+            model.runner_type not in ("generate", "draft"),
+            f"the model must generate text, got the runner {model.runner_type}",
+        ),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism is not supported"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism is not supported"),
         (not current_platform.is_cpu() and not current_platform.is_cuda(), "it runs on CPUs and on CUDA"),
@@ -282,11 +286,6 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if kv_cache_spec.page_size_bytes != kv_cache_spec.unpadded_page_size_bytes:
-            raise InputError(
-                "aurakv cannot serve this: the policy gives layers with a window and layers without one blocks of"
-                f" different sizes, which vLLM would pad to {kv_cache_spec.page_size_bytes} bytes"
-            )
         self.memory = Memory(device)
         context = vllm_config.compilation_config.static_forward_context
         self.with_entries = [name for name in layer_names if context[name].impl.layer.beginnings is not None]

@@ -100,7 +100,7 @@ class Layer:
         """Store the new tokens, if they come along, and write attention of all queries to out [rows, heads, dim].
 
         Without keys and values the layer reads those of an earlier one.
-        blocks: [blocks, kv_heads, tokens, bytes of a token] uint8, the engine's memory.
+        blocks: [blocks, kv_heads, tokens, bytes of a token] uint8, the engine's memory; padding may follow each.
         """
         pages, key_scale, entries = self._pages(blocks, batch)
         if not batch.seen and blocks.device.type == "cpu":
@@ -147,8 +147,8 @@ class Layer:
         key = (self, blocks.data_ptr(), blocks.shape[0], table.data_ptr(), *table.shape, lengths.data_ptr())
         found = known.get(key)
         if found is None:
-            count, heads, tokens, size = blocks.shape
-            data = blocks.view(count, heads, tokens * size)
+            tokens = blocks.shape[2]
+            data = _pieces(blocks)
             # trusted: each step looks at the contents once for all layers
             pages = Pages(
                 self.format,
@@ -169,6 +169,17 @@ class Layer:
                 known.clear()
             known[key] = found
         return found
+
+
+def _pieces(blocks: Tensor) -> Tensor:
+    """[blocks, kv_heads, bytes]: what pads a block is divided among its heads, which nobody but us looks for."""
+    count, heads, tokens, size = blocks.shape
+    stride = blocks.stride(0)
+    if stride == heads * tokens * size:
+        return blocks.view(count, heads, tokens * size)
+    if stride % (16 * heads) or blocks.stride()[1:] != (tokens * size, size, 1):
+        raise InputError(f"blocks of {heads} KV heads must be padded to a multiple of {16 * heads} bytes, got {stride}")
+    return blocks.as_strided((count, heads, stride // heads), (stride, stride // heads, 1))
 
 
 def _on(tensor: Tensor | None, like: Tensor) -> Tensor | None:

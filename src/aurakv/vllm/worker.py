@@ -85,10 +85,15 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
         policies = dict.fromkeys(numbers.values(), LayerPolicy(str(switch.format)))
     seqs = config.scheduler_config.max_num_seqs
     connectors.check_folders(config, switch)
+    draft = DRAFT
+    if not _all(
+        one_kind(config, {numbers[name]: ours[name] for name in numbers})
+    ):  # larger blocks would pad all others
+        draft = LayerPolicy(max((policy.format for policy in policies.values()), key=_size))
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     for name, layer in ours.items():
         source = layer.impl.shares or name
-        policy = policies[extract_layer_index(source)] if source in own else DRAFT
+        policy = policies[extract_layer_index(source)] if source in own else draft
         layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads), switch.first, seqs, device)
 
 
@@ -115,7 +120,7 @@ def _measured(
     chosen = found.chosen(switch.format, switch.plain, device.type)
     formats = {layer.format for layer in chosen.layers.values()}
     if len(formats) > 1 and not _all(one_kind(config, layers)):
-        widest = max(formats, key=lambda name: Format.parse(name, 64).bytes_per_token)
+        widest = max(formats, key=_size)
         _logger.info_once(f"aurakv stores {widest} in all layers: blocks of this model must have one size")
         chosen = found.chosen(widest, device_type=device.type)
     if chosen.note is not None:
@@ -124,6 +129,10 @@ def _measured(
     if len(set(wide.values())) > 1:
         _logger.info_once(f"aurakv stores keys wider in some layers: {wide}")
     return chosen.layers
+
+
+def _size(format: str) -> int:
+    return Format.parse(format, 64).bytes_per_token
 
 
 def one_kind(config: VllmConfig, layers: dict[int, Attention]) -> bool:

@@ -135,7 +135,7 @@ def pages_address(pages: Pages) -> int:
             pages.page_size,
             pages.pinned,
             pages.ring,
-            layout.bytes,
+            pages.data.shape[2],
             layout.key_scales,
             layout.value_codes,
             layout.value_scales,

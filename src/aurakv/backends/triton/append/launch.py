@@ -176,7 +176,7 @@ def _place(pages: Pages, rows: Rows, tokens: int) -> tuple[Any, ...]:
         pages.table.shape[1],
         pages.page_size,
         pages.pinned,
-        layout.bytes,
+        pages.data.shape[2],
         layout.key_codes,
         layout.key_scales,
         layout.value_codes,

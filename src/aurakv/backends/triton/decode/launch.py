@@ -176,7 +176,7 @@ def prepare(
         *((None, None, logits, value_signs, value_offset, *raw) if alone else unread),
         seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages, rows), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
-        stride, programs, layout.bytes // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
+        stride, programs, pages.data.shape[2] // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, KEY_LEVELS=levels.key.kind,
         VALUE_LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and pages.key_offset is not None, STAGES=STAGES,

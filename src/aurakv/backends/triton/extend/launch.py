@@ -197,7 +197,7 @@ def attend(
         pages.table.shape[1],
         pages.table.shape[1] * pages.page_size,
         pages.pinned,
-        layout.bytes,
+        pages.data.shape[2],
         *layout[:4],
         scoring.window or 0,
         scoring.sinks,

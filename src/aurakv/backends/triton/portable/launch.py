@@ -156,7 +156,7 @@ def attend(
         pages.table.shape[1],
         _capacity(pages),
         pages.pinned,
-        layout.bytes,
+        pages.data.shape[2],
         *layout[:4],
     )
     where = (place, 1 if place == 0 else pages.page_size, pages.ring)
