@@ -146,8 +146,12 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
         """A block as a page, unless it is large, as beside recurrent states: then vLLM splits it into several."""
-        size = 0 if kv_cache_spec is None else kv_cache_spec.block_size
-        large = size > MOST_TOKENS and size % FAST_TOKENS == 0 and kv_cache_spec.page_size_padded is None
+        large = (
+            isinstance(kv_cache_spec, AttentionSpec)
+            and kv_cache_spec.block_size > MOST_TOKENS
+            and kv_cache_spec.block_size % FAST_TOKENS == 0
+            and kv_cache_spec.page_size_padded is None  # padding lies behind a block, not behind its parts
+        )
         return [FAST_TOKENS] if large else [MultipleOf(TOKENS)]
 
     @classmethod
