@@ -244,7 +244,7 @@ def test_adapters(llama: Path, tmp_path: Path) -> None:
     assert equal(found[None, True], found[None, False]) < 48, "the adapter was meant to change the text"
     for plain in (True, False):
         assert found["k16v16", plain] == found[None, plain]
-        assert equal(found["k8v8", plain], found[None, plain]) >= 80  # of 96
+    assert found["k8v8", True] == said(llama, "k8v8", prompts), "adapters were meant not to change the calibration"
 
 
 def test_pipeline_parallel(llama: Path) -> None:

@@ -104,6 +104,8 @@ def why_not(config: VllmConfig) -> str | None:
     """None, or why a model or an option cannot be served, in one sentence."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     chosen = config.attention_config.backend
+    if model.hf_text_config.model_type.startswith("gemma4") and chosen is AttentionBackendEnum.TRITON_ATTN:
+        chosen = None  # vLLM names it for head dimensions that differ, where the user names none
     served = any(vllm_version.startswith(f"{version}.") for version in VERSIONS)
     checks = (
         (not served, f"the version of vLLM must be {' or '.join(VERSIONS)}, got {vllm_version}"),

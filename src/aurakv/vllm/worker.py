@@ -20,6 +20,7 @@ from vllm.distributed import (
 )
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
+from vllm.lora.layers import LoRAMapping
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -63,6 +64,9 @@ class AuraWorker(StockWorker):  # type: ignore[misc]
         finally:
             if current_platform.is_cpu():
                 AttentionBackendEnum.CPU_ATTN.clear_override()
+        if self.vllm_config.lora_config is not None:  # the text is read without an adapter
+            most = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self.model_runner.lora_manager.set_active_adapters(set(), LoRAMapping((0,) * most, (0,), is_prefill=True))
         decide(self.vllm_config, self.get_model(), self.device)
 
 
