@@ -14,7 +14,7 @@ import aurakv as kv
 from aurakv import backends, cli
 from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
-from aurakv.attention.step import Rows, Step, in_two_calls
+from aurakv.attention.step import Attention, Rows, Step, in_two_calls
 from aurakv.backends import reference
 from aurakv.backends.metal import Metal
 from aurakv.storage.uncompressed import Uncompressed
@@ -192,7 +192,8 @@ def test_wild_numbers_stay_in_bounds(metal, seed):
     chosen = backends.select(metal[0], pages.format, device)
     q, x = torch.randn(9, 4, 64, device=device), torch.randn(9, 2, 64, device=device)
     for single in (False, True):
-        chosen.attend(q, pages, Rows(wild(4), single), wild(3), Scoring(window=20, sinks=2), None, 2, "fast", None)
+        scoring = Scoring(window=20, sinks=2)
+        chosen.attend(q, Attention(pages, Rows(wild(4), single), scoring, splits=2, ends=wild(3)))
     chosen.attend_dense(q, x, x, Rows(wild(4)), wild(4), wild(3), Scoring(), None)
     chosen.append(pages, x, x, Rows(wild(4)))
 
@@ -249,7 +250,7 @@ def test_info_says_that_no_apple_gpu_has_run_it(monkeypatch, capsys):
     assert cli.main(["info", "--json"]) == 0
     (row,) = (row for row in json.loads(capsys.readouterr().out)["devices"] if row["device"] == "mps")
     assert row["name"] == "Apple M9, 10 GPU cores"
-    assert (row["chosen"], row["notes"]) == ("metal", {"metal": "emulated on Linux; not yet run on an Apple GPU"})
+    assert (row["chosen"], row["paths"]) == ("metal", {"metal": "emulated on Linux; not yet run on an Apple GPU"})
 
 
 def test_the_sources_for_apples_compiler_are_whole():

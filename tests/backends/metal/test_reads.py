@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import aurakv as kv
-from aurakv.attention.step import Rows
+from aurakv.attention.step import Attention, Rows
 from aurakv.backends.metal import Metal
 from aurakv.storage.cache import KVCache
 from tests.backends.metal import emulator
@@ -38,7 +38,7 @@ def counts(kernel, group, queries=1, scoring=None, name="k4v4"):
     cache.append(k, v, [0, TOKENS])
     rows = Rows(torch.tensor([0, queries], dtype=torch.int32), single=queries == 1)
     q, scoring = torch.randn(queries, 2 * group, DIM), scoring or kv.Scoring()
-    backend.attend(q, cache.pages, rows, cache.pages.lengths, scoring, None, None, "fast", None)
+    backend.attend(q, Attention(cache.pages, rows, scoring))
     return counting.counts(kernel), cache.format
 
 
