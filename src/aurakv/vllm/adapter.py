@@ -89,14 +89,19 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
     stock(config)
 
 
+def fast(tokens: int) -> bool:
+    """Whether the decode kernel for GPUs reads blocks of so many tokens."""
+    return tokens == 16 or tokens % 32 == 0
+
+
 def _slow_blocks(config: VllmConfig) -> str | None:
     """What a block size that the user names costs, in one sentence."""
     cache = config.cache_config
-    if not current_platform.is_cuda() or not cache.user_specified_block_size or cache.block_size % 32 == 0:
+    if not current_platform.is_cuda() or not cache.user_specified_block_size or fast(cache.block_size):
         return None
     return (
-        f"--block-size {cache.block_size} keeps aurakv from its decode kernel for GPUs, which reads blocks of multiples"
-        f" of 32 tokens: attention is several times slower than with {FAST_TOKENS}, the default"
+        f"--block-size {cache.block_size} keeps aurakv from its decode kernel for GPUs, which reads blocks of 16 tokens"
+        f" or of a multiple of 32: attention is several times slower than with {FAST_TOKENS}, the default"
     )
 
 
