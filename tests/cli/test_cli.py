@@ -48,7 +48,7 @@ def test_no_command(call, refused):
 
 @pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2] for c in cli.COMMANDS])
 def test_unknown_options_point_to_the_help_of_the_command(refused, command):
-    needed = ("--memory", "1GB") if command == "plan" else ()
+    needed = {"plan": ("--memory", "1GB"), "calibrate": ("model",)}.get(command, ())
     said = refused(command, *needed, "--nonsense", "3")
     assert said == f"aurakv {command}: unrecognized arguments: --nonsense 3 (see aurakv {command} --help)"
     assert refused("--nonsense").endswith("(see aurakv --help)")
@@ -110,7 +110,7 @@ def test_errors_are_one_line(call, monkeypatch, error, code, line):
         ("rich", "cli,hf", ("tune",)),
         ("transformers", "cli,hf", ("generate", "--prompt", "x", "--device", "cpu")),
         ("transformers", "cli,hf", ("demo", "--device", "cpu")),
-        ("transformers", "cli,hf", ("plan", "--memory", "1GB", "--model", "gpt2")),
+        ("transformers", "cli,hf", ("plan", "--memory", "1GB", "--model", ".")),
     ],
 )
 def test_missing_packages_are_named(refused, monkeypatch, tmp_path, package, extra, command):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ if importlib.util.find_spec("triton") is None:
 
 from aurakv.backends.triton import backend, dispatch
 from aurakv.backends.triton.append import launch as append
+from aurakv.backends.triton.common import target
 from aurakv.backends.triton.decode import launch as decode
 from aurakv.backends.triton.extend import launch as extend
 from aurakv.backends.triton.portable import launch as portable
@@ -33,8 +35,9 @@ LIMITS = Limits(seqs=300, tokens=8192, rows=1, width=130, page_size=64)
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launchers take the CPU for an H200."""
+    target.assume((9, 0))
     for module in (append, decode, extend, portable, unpack):
         for name, value in (("capability", (9, 0)), ("multiprocessors", 132)):
             if hasattr(module, name):
@@ -42,6 +45,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "decode_path", lambda: decode)
     monkeypatch.setattr(dispatch, "extend_path", lambda: extend)
     monkeypatch.setattr(backends, "select", lambda *_: backend)
+    yield
+    target.assume(None)
 
 
 class NoFlash:
@@ -137,4 +142,4 @@ def test_every_kernel_is_warmed_up(case: str) -> None:
     kernels = {key[1] for key in warm}
     assert ("unpack_kernel" in kernels) == flash
     assert ("extend_kernel" in kernels) == (not flash)
-    assert len(warm) <= 40, sorted(key[1] for key in warm)
+    assert len(warm) <= (40 if flash else 60), sorted(key[1] for key in warm)  # without it prompts take all kernels

@@ -40,7 +40,7 @@ def compile_for(monkeypatch, tmp_path):
         seen = {}
         for module, names in ((attention, ("attend_kernel", "prepare_kernel")), (results, ("finish_kernel",)),
                               (extend, ("extend_kernel", "extend_warps_kernel")),
-                              (extend, ("prepare_integers_kernel", "prepare_kernel")),
+                              (extend, ("prepare_integers_kernel", "prepare_kernel")), (unpack, ("unpack_kernel",)),
                               (store, ("append_kernel", "append_codes_kernel", "encode_kernel"))):  # fmt: skip
             for name in names:
                 kernel = getattr(module, name)

@@ -134,6 +134,8 @@ def compile_decode(
         "key_scale": "*fp32",
         "codes": "*i16",
     }
+    if fixed["UNCOMPRESSED"]:
+        types["first"] = "*i32"  # of each sequence
     options = {"num_warps": 1, "maxnreg": launch._registers(format, group)}
     compiled = compile_kernel(decode_attention, types, fixed, capability, options)
     names = re.findall(r"\.param \.align \d+ \.b8 (\w+)\[128\]", compiled.asm["ptx"])
