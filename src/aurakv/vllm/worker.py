@@ -98,7 +98,8 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
     for name, layer in ours.items():
         source = layer.impl.shares or name
         policy = policies[extract_layer_index(source)] if source in own else draft
-        layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads), switch.first, seqs, device)
+        first = switch.first if source in own and not config.parallel_config.use_ubatching else 0  # one builder each
+        layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads), first, seqs, device)
 
 
 def _measured(
@@ -242,10 +243,10 @@ def _forward(config: VllmConfig, model: torch.nn.Module, ids: Tensor) -> None:
 def _gathered(seen: dict[int, KeyCalibration], copies: int) -> dict[int, KeyCalibration]:
     """All KV heads of all layers, the same on every rank."""
     group = get_world_group()
-    parts: list[Any] = [(get_pp_group().rank_in_group, get_tensor_model_parallel_rank(), seen)]
+    mine = (get_pp_group().rank_in_group, get_tensor_model_parallel_rank(), seen)
+    parts: list[Any] = [mine]
     if group.world_size > 1:
         parts = [None] * group.world_size
-        mine = (get_pp_group().rank_in_group, get_tensor_model_parallel_rank(), seen)
         torch.distributed.all_gather_object(parts, mine, group=group.cpu_group)
     ranks: dict[int, list[KeyCalibration]] = {}
     for _, _, part in sorted(parts, key=lambda part: part[:2]):
