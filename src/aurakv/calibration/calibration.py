@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,8 +219,3 @@ def _nats(name: str, read: Any) -> dict[int, float]:
     if not good or not all(isinstance(nats, int | float) and nats == nats for nats in read.values()):
         raise FileError(f"layer {name} of a calibration says how far attention moves at the widths {list(WIDTHS)}")
     return {int(bits): float(nats) for bits, nats in read.items()}
-
-
-def together(parts: Iterable[Mapping[int, KeyCalibration]]) -> dict[int, KeyCalibration]:
-    """What several observers saw of different layers."""
-    return {number: layer for part in parts for number, layer in sorted(part.items())}
