@@ -62,3 +62,11 @@ def device(backend):
     if found is None:
         pytest.skip(f"{backend}: {backends.why_not(backend)}")
     return found
+
+
+@pytest.fixture
+def world():
+    """Caches of every kind with tokens in them, for calls that are refused."""
+    from tests.helpers.refusals import every_kind
+
+    return every_kind()

@@ -10,7 +10,7 @@ from aurakv.format.codec import Codec, Codes, Format
 from aurakv.storage.pages import Pages, allocate
 
 HEADS, SEQS, WIDTH = 2, 3, 4
-# widths, tables, dims, page sizes and raw sides, with offsets and key scales or without
+# widths, tables, dims, page sizes and sides of 16 bits, with offsets and key scales or without
 CASES = {
     "plain": ("k4v4", 64, 32, False),
     "changed": ("k4v4", 64, 16, True),
@@ -19,8 +19,8 @@ CASES = {
     "wide-6": ("k6v8:lloyd-max", 80, 16, False),
     "tables": ("k4:lloyd-max/v4:minifloat", 128, 64, False),
     "large": ("k4v4", 256, 64, True),
-    "raw-keys": ("k16v4", 80, 16, True),
-    "raw": ("k16v16", 64, 32, True),
+    "16-bit-keys": ("k16v4", 80, 16, True),
+    "16-bit": ("k16v16", 64, 32, True),
 }
 
 

@@ -18,14 +18,16 @@ from aurakv.testing import poisoned
 from tests.helpers.ranks import Ranks
 from tests.parallel.cases import Case, D, H, close, digest, make, rand, step
 
-EXACT = Uncompressed(3, 12, torch.float32, rollback=8)
+UNCOMPRESSED = Uncompressed(3, 12, torch.float32, rollback=8)
 WINDOW = kv.Scoring(window=30, sinks=5)
 CASES = {
     "growing": Case(),
-    "uncompressed": Case(uncompressed=EXACT, chunk=16),
+    "uncompressed": Case(uncompressed=UNCOMPRESSED, chunk=16),
     "ring": Case(storage="ring", scoring=WINDOW, chunk=16),
-    "ring uncompressed": Case("k8v3", storage="ring", scoring=WINDOW, uncompressed=EXACT, chunk=16, offsets=True),
-    "paged": Case(storage="paged", uncompressed=EXACT),
+    "ring uncompressed": Case(
+        "k8v3", storage="ring", scoring=WINDOW, uncompressed=UNCOMPRESSED, chunk=16, offsets=True
+    ),
+    "paged": Case(storage="paged", uncompressed=UNCOMPRESSED),
     "first": Case(uncompressed=Uncompressed(40, 0, torch.float32)),
 }
 
@@ -85,12 +87,12 @@ def test_ranks_hold_their_share(ranks):
 
 def run_refusals():
     format = kv.Format.parse("k4v4", D)
-    cache = parallel.ShardedCache.growing(format, 1, H, block=16, uncompressed=EXACT, chunk=8)
+    cache = parallel.ShardedCache.growing(format, 1, H, block=16, uncompressed=UNCOMPRESSED, chunk=8)
     x = rand(40, H, D)
     cache.append(x, x, [0, 40])
     before = cache.lengths, cache.local.lengths
     for sentence, call in {
-        "multiple of 16": lambda: parallel.ShardedCache.growing(format, 1, H, block=24, uncompressed=EXACT),
+        "multiple of 16": lambda: parallel.ShardedCache.growing(format, 1, H, block=24, uncompressed=UNCOMPRESSED),
         "multiple of 64": lambda: parallel.ShardedCache.growing(format, 1, H, block=32, page_size=64),
         "block must be": lambda: parallel.ShardedCache.paged(kv.PagePool(format, 1, 1, H), 1, block=0),
         "fixed size": lambda: parallel.ShardedCache.paged(kv.PagePool(format, 1, 1, H, growable=True), 1),
@@ -147,7 +149,7 @@ def run_disagree():
         lambda: parallel.ShardedCache.growing(kv.Format.parse("k4v4", D if rank else 2 * D), 1, H),
         lambda: parallel.ShardedCache.growing(format, 1, H + rank),
         lambda: parallel.ShardedCache.growing(format, 1, H, block=256 + 256 * rank, page_size=256),
-        lambda: parallel.ShardedCache.growing(format, 1, H, uncompressed=EXACT if rank else None),
+        lambda: parallel.ShardedCache.growing(format, 1, H, uncompressed=UNCOMPRESSED if rank else None),
         lambda: parallel.ShardedCache.growing(format, 1, H, key_offset=torch.full((H, D), float(rank))),
         lambda: parallel.ShardedCache.ring(format, 1, H, 100 + rank),
     ):
@@ -268,7 +270,7 @@ def test_wrong_files(ranks, tmp_path):
 
 def run_wrong_shards(folder):
     """Every field of the shard is checked on the rank that reads it, and all ranks refuse."""
-    cache = parallel.ShardedCache.ring(kv.Format.parse("k4v4", D), 2, H, 20, 2, block=16, uncompressed=EXACT)
+    cache = parallel.ShardedCache.ring(kv.Format.parse("k4v4", D), 2, H, 20, 2, block=16, uncompressed=UNCOMPRESSED)
     x = rand(50, H, D)
     cache.append(x, x, [0, 40, 50])
     good = json.loads(shard_files._text(cache, 5))

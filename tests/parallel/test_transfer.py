@@ -16,7 +16,7 @@ from aurakv.testing import poisoned
 from tests.helpers.ranks import Ranks
 from tests.parallel.cases import D, H, rand
 
-EXACT = Uncompressed(3, 40, torch.float32, rollback=8)
+UNCOMPRESSED = Uncompressed(3, 40, torch.float32, rollback=8)
 
 
 def make(storage, format="k4v3", kv_heads=H, dim=D, uncompressed=None, **options):
@@ -47,7 +47,7 @@ def stored(cache, seq):
 def run_move(source, target, options, length):
     with poisoned():
         offsets = {"key_offset": rand(H, D, seed=8), "value_offset": rand(H, D, seed=9)} if options == "all" else {}
-        uncompressed = {"all": EXACT, "first": Uncompressed(4, 0, torch.float32)}.get(options)
+        uncompressed = {"all": UNCOMPRESSED, "first": Uncompressed(4, 0, torch.float32)}.get(options)
         sent = fill(make(source, uncompressed=uncompressed, **offsets), length)
         if dist.get_rank() == 0:
             before = [x.clone() for x in stored(sent, 1)]
@@ -94,7 +94,7 @@ REFUSED = {
     "levels": ({"format": "k4v4:minifloat"}, {"format": "k4v4"}, "same format"),
     "dimensions": ({}, {"dim": 128}, "same dimensions"),
     "heads": ({}, {"kv_heads": 4}, "same KV heads"),
-    "uncompressed": ({"uncompressed": EXACT}, {}, "same uncompressed tokens"),
+    "uncompressed": ({"uncompressed": UNCOMPRESSED}, {}, "same uncompressed tokens"),
     "offsets": ({"key_offset": torch.ones(H, D)}, {"key_offset": torch.zeros(H, D)}, "same offsets"),
     "no offsets": ({}, {"value_offset": torch.ones(H, D)}, "same offsets"),
     "ring": ({}, {"storage": "ring"}, "same ring"),

@@ -382,10 +382,10 @@ def test_decode_with_the_uncompressed_tokens_of_a_query():
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
-@pytest.mark.parametrize("beside", [None, Uncompressed(first=4, recent=9)], ids=["coded", "beside"])
+@pytest.mark.parametrize("kept", [None, Uncompressed(first=4, recent=9)], ids=["coded", "uncompressed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_caller_may_rotate(kind, beside, dtype):
-    cache = make(kind, seqs=1, uncompressed=beside)
+def test_a_caller_may_rotate(kind, kept, dtype):
+    cache = make(kind, seqs=1, uncompressed=kept)
     cache.append(*tokens(70))
     q = rand(3, 2 * H, 64).to(dtype)
     wanted = cache.attend(q, [0, 3])

@@ -121,10 +121,10 @@ def octets(*shape):
 
 
 C4, C512 = kv.Codec(64, 4), kv.Codec(512, 4)
-RAW = kv.Codec(64, 16, dtype=torch.float16)
+UNCODED = kv.Codec(64, 16, dtype=torch.float16)
 ONE = torch.ones(3, 2)
 BAD = [
-    (codes_from_u32, words(3, 2, 8), ONE, RAW, "must not be one of 16 bits"),
+    (codes_from_u32, words(3, 2, 8), ONE, UNCODED, "must not be one of 16 bits"),
     (codes_from_u32, words(3, 2, 8).long(), ONE, C4, "words must be uint32 or int32, got torch.int64"),
     (codes_from_u32, [1, 2], ONE, C4, "words must be uint32 or int32, got list"),
     (codes_from_u32, words(3, 2, 7), ONE, C4, r"words must be \[..., kv_heads, 8\] for 64 codes of 4 bits"),
@@ -136,7 +136,7 @@ BAD = [
     (codes_from_u32, words(3, 2, 8), ONE * torch.inf, C4, "norms must be finite and not negative"),
     (codes_from_u32, words(3, 2, 8), -ONE, C4, "norms must be finite and not negative"),
     (codes_from_u32, words(3, 2, 8), ONE.clone().requires_grad_(), C4, "norms requires grad"),
-    (codes_from_nibbles, octets(3, 2, 32), ONE, RAW, "must not be one of 16 bits"),
+    (codes_from_nibbles, octets(3, 2, 32), ONE, UNCODED, "must not be one of 16 bits"),
     (codes_from_nibbles, octets(3, 2, 32), ONE, kv.Codec(64, 3), "nibbles need a codec of 4 bits, got 3"),
     (codes_from_nibbles, octets(3, 2, 32).int(), ONE, C4, "data must be uint8, got torch.int32"),
     (codes_from_nibbles, octets(3, 2, 64), ONE, C4, r"data must be \[..., kv_heads, 32\]"),

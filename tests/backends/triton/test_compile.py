@@ -167,7 +167,7 @@ def test_sums_are_long_enough(compile_for, name, dim, precision):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_raw_tiles_fit_into_shared_memory(compile_for, capability, most, dim, dtype):
-    """Also where queries have another type than the raw vectors, so that products run in float32."""
+    """Also where queries have another type than the 16-bit vectors, so that products run in float32."""
     seen = compile_for(capability)
     launch_attend(pages_of("k16v16", dim, 2, 512, 16), 600, dtype=dtype)
     assert seen["attend_kernel"][0].metadata.shared <= most

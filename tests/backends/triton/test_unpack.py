@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installe
 on_gpu = pytest.mark.skipif(
     backends.why_not("triton", None, "cuda") is not None, reason=f"{backends.why_not('triton', None, 'cuda')}"
 )
-INTERPRETED = ("wide", "raw-keys")  # the others on a GPU only: they take long
+INTERPRETED = ("wide", "16-bit-keys")  # the others on a GPU only: they take long
 
 
 @needs_triton
