@@ -66,7 +66,7 @@ class Run(Protocol):
 
 def in_two_calls(backend: Any, step: Step) -> Run:
     """A step of a backend that appends and attends one after the other."""
-    pages, rows, factors, beside = step.pages, step.rows, step.key_scale, step.over_uncompressed()
+    pages, rows, factors, uncompressed = step.pages, step.rows, step.key_scale, step.over_uncompressed()
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
         x = scaled_queries(q, factors)
@@ -77,8 +77,8 @@ def in_two_calls(backend: Any, step: Step) -> Run:
             if step.uncompressed is not None and step.uncompressed_too:
                 backend.append(step.uncompressed, scaled_keys(k, factors), v, rows)
         part = backend.attend(x, step)
-        if beside is not None:
-            part = join(part, backend.attend(x, beside))
+        if uncompressed is not None:
+            part = join(part, backend.attend(x, uncompressed))
         return written(in_dtype(part, q.dtype), out)
 
     return run

@@ -14,9 +14,7 @@ from .generate import SEED, TOP_K, TOP_P
 from .loading import Loaded
 from .screen import Screen, bytes_text, counted, time_text
 
-CHUNK = (
-    2048  # tokens of a long prompt that are read at a time: the first ones centre the keys, as those of a short one do
-)
+CHUNK = 2048  # tokens of a long prompt that are read at a time: the first of them calibrate the keys
 
 
 class Chat:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..evaluation import Row
 
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
-CHUNK = 2048  # tokens that are read at a time: the first ones centre the keys, as those of a prompt do
+CHUNK = 2048  # tokens that are read at a time: the first of them calibrate the keys
 
 
 def add(subparsers: Any) -> None:

@@ -69,10 +69,10 @@ class Results:
             return
         document = {"kind": self.kind, "version": VERSION, "facts": self.facts, "entries": self.entries}
         lines = json.dumps(document, indent=1, ensure_ascii=False)
-        beside = self.path.with_name(self.path.name + ".part")
+        part = self.path.with_name(self.path.name + ".part")
         try:
-            beside.write_text(lines + "\n", encoding="utf-8")
-            os.replace(beside, self.path)
+            part.write_text(lines + "\n", encoding="utf-8")
+            os.replace(part, self.path)
         except OSError as error:
             raise FileError(f"{self.path} cannot be written: {error.strerror}") from error
 

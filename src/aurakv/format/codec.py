@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..arguments import index, instance, shown, whole
 from ..errors import InputError, cut, short
-from . import levels as codebook
+from . import levels as level_tables
 from .rotation import MAX_DIM, PLAIN, SEEDED, UNROTATED, base_order, chosen_signs, named_signs, rotation
 
-BITS = (*codebook.CODE_BITS, 16)
+BITS = (*level_tables.CODE_BITS, 16)
 Side = Literal["key", "value"]
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}  # as names spell them
@@ -34,7 +34,7 @@ _NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
 
 
 class Codes(NamedTuple):
-    """Stored vectors: packed codes with their scales, or at 16 bits the raw vectors."""
+    """Stored vectors: packed codes with their scales, or at 16 bits the vectors themselves."""
 
     data: Tensor  # [..., row_bytes] uint8
     scale: Tensor | None  # [...] in the codec's dtype; None at 16 bits
@@ -47,13 +47,13 @@ class Codec:
 
     dim: int
     bits: int
-    table: str | codebook.Levels = "lloyd-max"
+    table: str | level_tables.Levels = "lloyd-max"
     scale: str = "l2"
     dtype: torch.dtype = torch.float16  # of the scale; at 16 bits of the vector itself
     seed: int = 0
     signs: str | Sequence[int] = SEEDED  # of the rotation: the seed's, "plain" (all +1), or ±1, which are kept as a
     # text of hexadecimal digits; "unrotated": there is no rotation, the caller rotates
-    levels: codebook.Levels = field(init=False, repr=False, compare=False)
+    levels: level_tables.Levels = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)  # every option spelled out, whatever side it is on
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Codec:
         if self.signs != SEEDED:
             object.__setattr__(self, "seed", 0)  # nothing comes from it
         if not isinstance(self.table, str):
-            object.__setattr__(self, "table", codebook.check_levels(self.table, self.bits))
+            object.__setattr__(self, "table", level_tables.check_levels(self.table, self.bits))
         levels = _named_levels(self.table, self.bits) if isinstance(self.table, str) else self.table
         object.__setattr__(self, "levels", levels)
         options = (_table_name(self.table), self.scale, DTYPE_NAMES[self.dtype], _signs_name(self))
@@ -138,7 +138,7 @@ class Codec:
         return _constant(self.levels, dtype, device)
 
     def boundary_tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return _constant(codebook.boundaries(self.levels), dtype, device)
+        return _constant(level_tables.boundaries(self.levels), dtype, device)
 
     def rotate(self, x: Tensor) -> Tensor:
         """R x over the last dimension; x itself at 16 bits and where the caller rotates."""
@@ -180,7 +180,7 @@ class Format:
     def parse(cls, name: str, head_dim: int | tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Format:
         """The format called `name`, e.g. "k4v4", "k8:lsq/v3:f32", for one head_dim or (key dim, value dim).
 
-        Options are a level table (`codebook.TABLES`), l2 or lsq, f16 or f32 and the signs of the rotation (a seed,
+        Options are a level table (`level_tables.TABLES`), l2 or lsq, f16 or f32 and the signs of the rotation (a seed,
         plain, unrotated or given ones): docs/format.md, section 3.
         `dtype` is what 16-bit sides store unless the name says so.
         """
@@ -236,7 +236,7 @@ def default_options(side: Side, bits: int) -> dict[str, object]:
         return {"dtype": torch.bfloat16}
     small = "int8" if side == "key" else "cubic"
     return {
-        "table": small if bits <= 4 else "poly7" if bits in codebook.POLY7 else "lloyd-max",
+        "table": small if bits <= 4 else "poly7" if bits in level_tables.POLY7 else "lloyd-max",
         "scale": "l2" if side == "key" else "lsq",
         "dtype": torch.float16,
         "seed": 0 if side == "key" else 1,
@@ -276,8 +276,8 @@ def _unrotated(format: Format) -> Format:
 
 
 @functools.cache
-def _named_levels(name: str, bits: int) -> codebook.Levels:
-    return codebook.table(name, bits)
+def _named_levels(name: str, bits: int) -> level_tables.Levels:
+    return level_tables.table(name, bits)
 
 
 @functools.lru_cache(maxsize=256)
@@ -294,7 +294,7 @@ def _layout(key: Codec, value: Codec, page_size: int) -> PageLayout:
     return PageLayout(*offsets)
 
 
-def _table_name(table: str | codebook.Levels) -> str:
+def _table_name(table: str | level_tables.Levels) -> str:
     return table if isinstance(table, str) else "[" + ",".join(str(np.float32(x)) for x in table) + "]"
 
 
@@ -326,7 +326,7 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
             field_name, setting = "dtype", DTYPES[name]
         elif bits != 16 and name in _SCALES:
             field_name, setting = "scale", name
-        elif bits != 16 and name in codebook.TABLES:
+        elif bits != 16 and name in level_tables.TABLES:
             field_name, setting = "table", name
         elif bits != 16 and re.fullmatch(r"seed\d{1,20}", name, re.ASCII):
             field_name, setting = "seed", int(name[4:])
@@ -337,7 +337,7 @@ def _parse_side(side: Side, dim: int, bits: int, names: Sequence[str], dtype: to
         elif bits != 16 and name.startswith("[") and name.endswith("]"):
             field_name, setting = "table", _parse_levels(name)
         else:
-            tables = [table for table in codebook.TABLES if bits in codebook.widths(table)]
+            tables = [table for table in level_tables.TABLES if bits in level_tables.widths(table)]
             allowed = list(DTYPES) if bits == 16 else [*tables, "[levels]", *_SCALES, "f16", "f32", "seed<n>", *_SIGNS]
             raise InputError(f"an option of {side[0]}{bits} is one of {allowed}, got {short(name)}")
         if field_name in options or (field_name in _ROTATION and _ROTATION & options.keys()):

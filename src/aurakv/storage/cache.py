@@ -375,8 +375,8 @@ class KVCache:
             self._append_uncompressed(scaled_keys(k, call.key_scale), v, bounds)
             kind = None
         pages, rows = self.page_table.pages, checks.on_device(bounds, q.device)
-        beside = None if self.uncompressed_table is None else self.uncompressed_table.pages
-        step = Step(pages, rows, *call, uncompressed=beside, uncompressed_too=ring)
+        uncompressed = None if self.uncompressed_table is None else self.uncompressed_table.pages
+        step = Step(pages, rows, *call, uncompressed=uncompressed, uncompressed_too=ring)
         run = backends.select(self.backend, self.format, self.pool.device, q.dtype).prepare_step(step, q, k, v)
         if kind is not None:  # what it needs besides the addresses of its arguments is kept for the next token
             limits = [table.page_ends() for table in (self.page_tables if ring else [self.page_table])]

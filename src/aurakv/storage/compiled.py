@@ -48,13 +48,13 @@ def step(
     precision: str,
 ) -> Partial:
     """Without keys and values it only attends."""
-    kept, beside = cache.page_table.kept, cache.uncompressed_table
+    kept, uncompressed = cache.page_table.kept, cache.uncompressed_table
     if scoring is None:
         scoring = cache.default_scoring
-    held = None if beside is None else beside.pages
+    held = None if uncompressed is None else uncompressed.pages
     most = -1 if kept is None else kept.chunk
-    if beside is not None and beside.kept is not None:
-        most = beside.kept.chunk if most < 0 else min(most, beside.kept.chunk)
+    if uncompressed is not None and uncompressed.kept is not None:
+        most = uncompressed.kept.chunk if most < 0 else min(most, uncompressed.kept.chunk)
     out, lse = torch.ops.aurakv.cache_step(
         q,
         k,
@@ -208,11 +208,11 @@ def _cache_step(
     else:
         check_queries(q, pages, call)
     _refuse(new, q.shape[0], pages.seqs, most, forked, complete)
-    beside = None
+    uncompressed = None
     if u_data is not None and u_table is not None and u_lengths is not None and u_overflow is not None:
         u_parsed = parse_format(u_format, key_dim, value_dim)
         kept = recent > 0
-        beside = Pages(
+        uncompressed = Pages(
             u_parsed,
             u_page_size,
             u_data,
@@ -223,7 +223,7 @@ def _cache_step(
             -(-first // u_page_size) if kept else 0,
         ).trust()
     rows = checks.rows_of("starts", starts, pages.seqs, q.shape[0], q.device)
-    step = Step(pages, rows, *call, uncompressed=beside, uncompressed_too=recent > 0)
+    step = Step(pages, rows, *call, uncompressed=uncompressed, uncompressed_too=recent > 0)
     part = backends.select(backend, parsed, q.device, q.dtype).prepare_step(step, q, k, v)(q, k, v)
     if new:
         _report(pages)

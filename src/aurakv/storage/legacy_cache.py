@@ -22,7 +22,7 @@ from torch import Tensor
 from ..arguments import instance, shown, whole
 from ..attention import ops
 from ..errors import InputError
-from ..format import levels as codebook
+from ..format import levels as level_tables
 from ..format.codec import Codec, Codes, Format
 from ..format.packing import pack, unpack
 from ..format.rotation import PLAIN, UNROTATED
@@ -140,7 +140,7 @@ def to_turboquant(
 ) -> Exported:
     """A sequence as mlx-native's kernels read it. `blocks`: a norm for each block of 256 coordinates of a
     longer vector."""
-    levels = codebook.table("lloyd-max", 4)
+    levels = level_tables.table("lloyd-max", 4)
     for codec in (cache.format.key, cache.format.value):
         if codec.bits != 4 or codec.levels != levels or codec.signs != PLAIN or codec.dim.bit_count() != 1:
             raise InputError(
@@ -173,7 +173,7 @@ def _codebooks(given: tuple[Tensor, Tensor]) -> list[list[float]]:
     """As numbers, one list for each side."""
     tables = []
     for name, table in zip(("key", "value"), given, strict=True):
-        widths = [2**bits for bits in codebook.CODE_BITS]
+        widths = [2**bits for bits in level_tables.CODE_BITS]
         instance(f"{name} codebook", table, Tensor)
         if table.ndim != 1 or len(table) not in widths or not table.is_floating_point():
             raise InputError(f"a {name} codebook must have one of {widths} numbers, got {shown(table)}")

@@ -1,4 +1,4 @@
-"""Pages: a page table over one raw tensor. Contiguous, ring and paged caches differ only in the table."""
+"""Pages: a page table over one tensor of bytes. Contiguous, ring and paged caches differ only in the table."""
 
 from __future__ import annotations
 

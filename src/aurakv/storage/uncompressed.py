@@ -36,18 +36,18 @@ class Uncompressed(NamedTuple):
         """Which keys the query at a position uses uncompressed; both are positions."""
         return is_uncompressed(key, query, self.first, self.recent)
 
-    def table(self, beside: PageTable) -> PageTable | None:
-        """Where the uncompressed tokens of a table lie, if any. `recent` is the window of a ring and `first` its sinks;
-        the first tokens alone are a contiguous table of no others."""
+    def table(self, coded: PageTable) -> PageTable | None:
+        """Where the uncompressed tokens of a table of codes lie, if any. `recent` is the window of a ring and `first`
+        its sinks; the first tokens alone are a contiguous table of no others."""
         if not self.first and not self.recent:
             return None
-        coded = beside.pool.format
-        key, value = (Codec(codec.dim, 16, dtype=self.dtype) for codec in (coded.key, coded.value))
+        format, rows = coded.pool.format, len(coded.rows)
+        key, value = (Codec(codec.dim, 16, dtype=self.dtype) for codec in (format.key, format.value))
         size = 16 if self.recent else self.page_size(0)
-        pool = PagePool(Format(key, value), 0, size, beside.pool.kv_heads, beside.pool.device, growable=True)
+        pool = PagePool(Format(key, value), 0, size, coded.pool.kv_heads, coded.pool.device, growable=True)
         if not self.recent:
-            return PageTable(pool, len(beside.rows), max_width=1)
-        return PageTable(pool, len(beside.rows), kept=Kept(self.recent, self.first, 16, self.rollback))
+            return PageTable(pool, rows, max_width=1)
+        return PageTable(pool, rows, kept=Kept(self.recent, self.first, 16, self.rollback))
 
     def page_size(self, longest: int) -> int:
         """Of a table of first tokens whose sequences have at most `longest` of them."""

@@ -16,7 +16,7 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
     """Of tensors that are not float64. A decode of single rows takes three launches: append, attend and merge."""
     pages, rows, scoring, uncompressed = step.pages, step.rows, step.scoring, step.uncompressed
     factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
-    beside = step.over_uncompressed()
+    over_uncompressed = step.over_uncompressed()
     appends = []
     if k is not None and v is not None and k.shape[0]:
         appends.append(prepare_append(pages, k, v, rows, factors, step.counted))
@@ -42,8 +42,8 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
             return part if fits else written(part, out)
         x = scaled_queries(q, factors)
         part = dispatch.attend(x, step)
-        if beside is not None:
-            part = join(part, dispatch.attend(x, beside))
+        if over_uncompressed is not None:
+            part = join(part, dispatch.attend(x, over_uncompressed))
         return written(in_dtype(part, q.dtype), out)
 
     return run

@@ -2,7 +2,7 @@
 
 A tile of coded rows has 8·GROUPS columns in plane-major order: column i is code i // GROUPS of group i % GROUPS, a
 group being 8 neighbouring coordinates (BITS whole bytes). Queries, offsets and outputs follow through `coordinates`, so
-a tile needs no shuffling. A tile of raw rows (BITS = 16) has its columns in natural order.
+a tile needs no shuffling. A tile of 16-bit vectors (BITS = 16) has its columns in natural order.
 
 Constexprs: BITS the width; GROUPS = columns / 8; COEF the level table's arithmetic (arithmetic.curve), () to look
 levels up; ASM the PTX that turns 8 nibbles into 8 float16 levels, "" where the target has none.

@@ -51,7 +51,7 @@ def unrotate_store(
     V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """share · Rᵀ mean + offset_share · offset of rows [rows, columns] to p_out [rows]; raw values have no R."""
+    """share · Rᵀ mean + offset_share · offset of rows [rows, columns] to p_out [rows]; values of 16 bits have no R."""
     if V.bits == 16:
         o_coordinate = tl.arange(0, V.columns)
         m = m_row[:, None] & (o_coordinate < V.dim)[None, :]

@@ -33,8 +33,8 @@ class Side(NamedTuple):
     dim: int
     bits: int
     bytes: int  # of a row
-    dtype: Any  # of scales, or of raw vectors
-    columns: int  # of a tile: 8·groups, or dim rounded up to a power of two for raw vectors
+    dtype: Any  # of scales, or of 16-bit vectors
+    columns: int  # of a tile: 8·groups, or dim rounded up to a power of two for 16-bit vectors
     groups: int
     coef: tuple[float, ...]
     asm: str
@@ -104,8 +104,8 @@ def _columns(dim: int) -> int:
 @functools.cache
 def side(codec: Codec, float32: bool, query: torch.dtype, key: bool = False) -> Side:
     """Products with codes run in float16. A peaked softmax magnifies errors of keys: if float16 does not hold their
-    table nearly exactly, each level is a sum of two. Products with raw vectors run in their own type if the query has
-    it, else in float32."""
+    table nearly exactly, each level is a sum of two. Products with 16-bit vectors run in their own type if the query
+    has it, else in float32."""
     width, shape = columns(codec), (codec.dim, codec.bits, codec.row_bytes, DTYPES[codec.dtype])
     if codec.coded:
         if float32:  # tensor cores cut sums off instead of rounding them: long ones take the format with fewer steps

@@ -157,10 +157,10 @@ def prepare(
     many = jobs >= MANY * multiprocessors(device)
     seen = _seen_tiles(pages, scoring, 1 if where.single else tokens, rows)
     alone = splits is None and seen <= (ALONE_TILES_OF_MANY if many else ALONE_TILES)
-    logits, value_offset, raw = (
+    logits, value_offset, vectors = (
         given(sink_logits),
         given(pages.value_offset),
-        _raw_vectors(uncompressed, key_signs, ends),
+        _uncompressed_vectors(uncompressed, key_signs, ends),
     )
     ends_with = {
         "LOGITS": sink_logits is not None,
@@ -168,12 +168,12 @@ def prepare(
         "VALUE_OFFSET": pages.value_offset is not None,
         "UNCOMPRESSED": uncompressed is not None,
     }
-    unread = (*[key_signs] * 5, *_raw_vectors(None, key_signs, ends))  # what `merge_pieces` gets otherwise
+    unread = (*[key_signs] * 5, *_uncompressed_vectors(None, key_signs, ends))  # what `merge_pieces` gets otherwise
     decode = Launch(
         decode_attention, (jobs if alone else programs,),
         keys, values, scales, pages.data.view(torch.int16), None, given(key_scale), key_signs,
         _constants(levels, device), given(pages.key_offset), pages.table, pages.lengths, ends, where.starts, None, None,
-        *((None, None, logits, value_signs, value_offset, *raw) if alone else unread),
+        *((None, None, logits, value_signs, value_offset, *vectors) if alone else unread),
         seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages, rows), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
         stride, programs, pages.data.shape[2] // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
@@ -190,7 +190,7 @@ def prepare(
     merge = Launch(
         merge_pieces, (jobs, -(-rows // together)),
         None, None, None, None, logits, value_signs, None, given(key_scale), given(pages.key_offset), value_offset,
-        pages.lengths, ends, where.starts, *raw,
+        pages.lengths, ends, where.starts, *vectors,
         seqs, tokens, pages.kv_heads, *scan, multiplier, stride, programs, heads * dim,
         KEY_SCALE=key_scale is not None, CHUNK=chunk, HEADS=together, ACROSS=across, ALONE=False, **ends_with, **flags,
         num_warps=max(across, min(4, together)), launch_pdl=flags["EARLY"],
@@ -225,7 +225,7 @@ def serves_uncompressed(q: Tensor, pages: Pages, uncompressed: Pages, scoring: S
     return same and small and not scoring.recent and scoring.window is None and scoring.softcap is None
 
 
-def _raw_vectors(uncompressed: Pages | None, floats: Tensor, numbers: Tensor) -> tuple[Tensor | int, ...]:
+def _uncompressed_vectors(uncompressed: Pages | None, floats: Tensor, numbers: Tensor) -> tuple[Tensor | int, ...]:
     """What `merge_pieces` needs to know about them; without them, addresses that are not read."""
     if uncompressed is None:
         return floats, numbers, numbers, 0, 0, 0

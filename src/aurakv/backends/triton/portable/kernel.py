@@ -41,7 +41,7 @@ def tanh(x):
 
 
 @triton.jit
-def load_raw(p_row, stride, m_row, SIDE: tl.constexpr):
+def load_vectors(p_row, stride, m_row, SIDE: tl.constexpr):
     """Raw vectors at p_row [rows] as a tile [rows, columns]."""
     o_coordinate = tl.arange(0, SIDE.columns)
     m = m_row[:, None] & (o_coordinate < SIDE.dim)[None, :]
@@ -58,18 +58,18 @@ def load_scales(p_piece, scales, i_row, m_row, SIDE: tl.constexpr):
 
 @triton.jit
 def load_tile(place, at, m_key, SIDE: tl.constexpr, CALL: tl.constexpr):
-    """Levels or raw vectors [keys, columns] of keys or values; and what float16 levels leave out, if anything.
+    """Levels or 16-bit vectors [keys, columns] of keys or values; and what float16 levels leave out, if anything.
 
     place: rows and pieces of place_keys; at: the bytes where codes and scales begin, and the levels; or pointer and
     strides of dense vectors."""
     i_key, p_piece = place
     if CALL.place == DENSE:
-        tile = load_raw(at[0] + i_key * at[1], at[2], m_key, SIDE)
+        tile = load_vectors(at[0] + i_key * at[1], at[2], m_key, SIDE)
         return tile, tile
     else:
         p_row = p_piece + at[0] + i_key * SIDE.bytes
         if SIDE.bits == 16:
-            tile = load_raw(p_row.to(tl.pointer_type(SIDE.dtype), bitcast=True), 1, m_key, SIDE)
+            tile = load_vectors(p_row.to(tl.pointer_type(SIDE.dtype), bitcast=True), 1, m_key, SIDE)
             return tile, tile
         elif SIDE.pairs:
             return load_level_pairs(p_row, m_key, at[2], SIDE)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..common.codes import cast, load_levels
 from ..common.slots import page_bases
-from ..portable.kernel import load_raw
+from ..portable.kernel import load_vectors
 
 VARYING = ["seqs", "pages", "width", "page_size", "room", "heads_each", "first_seq"]
 
@@ -52,10 +52,10 @@ def whole_matrix(p_matrix, SIDE: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def load_side(p_piece, codes, scales, i_row, m_row, levels, SIDE: tl.constexpr):
-    """Levels or raw vectors of rows of pieces, their scales, and which rows are damaged."""
+    """Levels or 16-bit vectors of rows of pieces, their scales, and which rows are damaged."""
     p_row = p_piece + codes + i_row * SIDE.bytes
     if SIDE.bits == 16:
-        y = load_raw(p_row.to(tl.pointer_type(SIDE.dtype), bitcast=True), 1, m_row, SIDE)
+        y = load_vectors(p_row.to(tl.pointer_type(SIDE.dtype), bitcast=True), 1, m_row, SIDE)
         bad = tl.max((~(tl.abs(y) < float("inf"))).to(tl.int32), 1) > 0
         return y, tl.full([p_row.shape[0]], 1.0, tl.float32), bad
     else:

@@ -111,7 +111,7 @@ def _constants(codec: Codec, device: torch.device) -> tuple[Tensor | None, Tenso
 
 
 def _side(codec: Codec) -> specialise.Side:
-    """Levels in float16, raw vectors in float32: results have 16 bits."""
+    """Levels in float16, 16-bit vectors in float32: results have 16 bits."""
     return specialise.side(codec, not codec.coded, torch.float32)
 
 

@@ -1,7 +1,7 @@
 """Decode, scores and values: operations on encoded vectors outside pages, all in float32 accuracy.
 
-Encoded vectors are data [n, heads, row bytes] and scale [n, heads], contiguous; raw at 16 bits.
-Constexprs: K, V (tables.Side, exact); HEADS, G as in attend_kernels; ROWS, KEYS the tile.
+Encoded vectors are data [n, heads, row bytes] and scale [n, heads], contiguous; at 16 bits the vectors themselves.
+Constexprs: K, V (specialise.Side, float32); HEADS, G as in portable/kernel.py; ROWS, KEYS the tile.
 """
 
 # mypy: ignore-errors
@@ -12,15 +12,15 @@ import triton.language as tl
 from ..common.codes import cast, coordinates, load_levels
 from ..common.queries import prepare_rows
 from ..common.results import unrotate_store
-from ..portable.kernel import load_raw
+from ..portable.kernel import load_vectors
 
 
 @triton.jit
 def load_encoded(data, scale, o_vector, m_vector, levels, SIDE: tl.constexpr):
-    """Levels or raw vectors [n, columns] and scales [n] of vectors o_vector [n]."""
+    """Levels or 16-bit vectors [n, columns] and scales [n] of vectors o_vector [n]."""
     p_row = data + o_vector.to(tl.int64) * SIDE.bytes
     if SIDE.bits == 16:
-        tile = load_raw(p_row.to(tl.pointer_type(SIDE.dtype), bitcast=True), 1, m_vector, SIDE)
+        tile = load_vectors(p_row.to(tl.pointer_type(SIDE.dtype), bitcast=True), 1, m_vector, SIDE)
         b_scale = tl.full([o_vector.shape[0]], 1.0, tl.float32)
     else:
         tile = load_levels(p_row, m_vector, levels, SIDE)
