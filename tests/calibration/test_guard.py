@@ -143,7 +143,7 @@ def test_a_short_prompt_is_looked_at_when_more_has_come(prompt, seqs):
             warnings.simplefilter("error")
             assert agreement(model, cache, ids, prompt) >= 0.95
         layer = cache.compressed[0]
-        assert layer.calibration.held is None
+        assert layer.tokens.calibration.held is None
         assert layer.key_scale is not None
         assert layer.format == "k4v4"
         assert layer.cache.lengths == [LENGTH] * seqs

@@ -97,7 +97,7 @@ class AuraCache(Cache):  # type: ignore[misc]
     def waits_for(self) -> int | None:
         """From how many tokens on they are compressed, while there are fewer: keys, values and queries lie there as
         they came, because keys are measured first. None: nothing waits."""
-        waits = (layer.calibration.waits_for for layer in self.compressed)
+        waits = (layer.tokens.calibration.waits_for for layer in self.compressed)
         return next((count for count in waits if count is not None), None)
 
     @property

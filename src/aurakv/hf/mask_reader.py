@@ -21,7 +21,7 @@ class MaskReader:
 
     def real(self, reach: Tensor | None, layer: AuraLayer, count: int) -> Tensor | None:
         """Which of the new tokens [seqs, count] are real; None: all."""
-        far, real, past = FOREVER, None, layer.padding.total
+        far, real, past = FOREVER, None, layer.tokens.padding.total
         if reach is not None:
             if self._read is None or self._read[0] is not reach or self._read[1] != past:
                 self._read = (reach, past, *_read(reach, layer, count))
@@ -34,10 +34,10 @@ class MaskReader:
 
 def _read(reach: Tensor, layer: AuraLayer, count: int) -> tuple[int, Tensor | None]:
     """How far back the new tokens are seen, and which of them are real."""
-    past, columns = layer.padding.total, reach.shape[1]
+    past, columns = layer.tokens.padding.total, reach.shape[1]
     if columns != past + count:
         raise InputError(f"the attention mask must cover all {past + count} tokens, past and new, got {columns}")
-    held = [0] * reach.shape[0] if layer.cache is None else layer.cache.lengths
+    held = layer.tokens.lengths or [0] * reach.shape[0]
     counts = (reach[:, :past] > 0).sum(1, keepdim=True, dtype=torch.int32)
     read = torch.cat([counts, reach[:, past:]], 1).cpu()
     if read[:, 0].tolist() != held:

@@ -35,7 +35,7 @@ def observe(
             number = numbered[id(layer)]
             if number not in seen:
                 scoring = Scoring(scale=kwargs.get("scaling"), window=layer.window, softcap=kwargs.get("softcap"))
-                seen[number] = KeyObserver(layer.calibration.turns, scoring)
+                seen[number] = KeyObserver(layer.tokens.calibration.turns, scoring)
             if not key.update.attended:  # layers that share keys read them again
                 seen[number].add(k[0].transpose(0, 1), query[0].transpose(0, 1))
         return attention(module, query, key, *args, **kwargs)
