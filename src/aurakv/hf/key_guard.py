@@ -13,7 +13,7 @@ class KeyGuard:
     def __init__(self, given: str, layers: int, widen: bool) -> None:
         self.given = given  # the format, as the user named it
         self.layers = layers  # with keys that are coded
-        self.widen = widen  # lost keys are stored wider; otherwise the user is warned
+        self.widen = widen  # keys that move attention too far are stored wider; otherwise the user is warned
         self._moved: dict[int, float] = {}  # nats by which attention moves, by layer
         self._lost: dict[int, str] = {}  # a sentence for each layer whose keys are lost
         self._together: str | None = None  # and one where only all layers together lose too much
@@ -25,8 +25,8 @@ class KeyGuard:
 
     def judge(self, index: int, policy: LayerPolicy, check: Check) -> LayerPolicy:
         """How a layer stores its keys: as the policy says, or wider."""
-        if self.widen:
-            return self._widened(index, policy, check)
+        if self.widen:  # no layer may use what others leave: each decides when it comes, whatever the order
+            return check.widened(policy, ON_AVERAGE) if check.lost(policy, ON_AVERAGE) else policy
         self._moved[index] = check.moved(policy)
         if check.lost(policy):
             self._lost[index] = self._sentence(
@@ -54,14 +54,6 @@ class KeyGuard:
         clone = copy.copy(self)
         clone._moved, clone._lost = dict(self._moved), dict(self._lost)
         return clone
-
-    def _widened(self, index: int, policy: LayerPolicy, check: Check) -> LayerPolicy:
-        """Once the layers so far have moved by what all may move together, no other may move by more than average."""
-        most = ON_AVERAGE if sum(self._moved.values()) > ON_AVERAGE * self.layers else None
-        if check.lost(policy, most):
-            policy = check.widened(policy, most)
-        self._moved[index] = check.moved(policy)
-        return policy
 
     def _sentence(self, finding: str, better: str) -> str:
         return f"{finding}: {better} would keep them, or AuraCache without a format, which chooses by itself"
