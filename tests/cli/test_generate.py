@@ -49,6 +49,7 @@ def test_a_long_prompt_is_read_in_pieces(answer, small, monkeypatch):
     options = ("generate", "--model", small, "--raw", "--prompt", "a long prompt " * 30, "--format", "none", *GREEDY)
     whole = answer(*options)
     monkeypatch.setattr(chat, "CHUNK", 64)
+    monkeypatch.setattr(chat, "SHORT", 60)
     pieces = answer(*options)
     for field in ("text", "prompt_tokens", "reused_tokens", "tokens", "cache_tokens", "cache_bytes"):
         assert pieces[field] == whole[field], field

@@ -36,7 +36,7 @@ _UNIT = 0.01  # bytes: sizes are counted in these, rounded up
 _BATCH = 24  # caches that are measured side by side
 _CHUNK = 256  # tokens at a time: what a cache computes does not depend on it
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, float, int], None]  # what is measured, how many of them are, of how many
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,19 @@ class Layer:
         return _loss("key", self.key, keys) + _loss("value", self.value, values)
 
 
-def calibrated(model: Any, ids: Tensor, format: str = "k4v4", source: str = "", first: int = FIRST) -> Policy:
-    """A policy of one format for all layers, with offsets and key scales from a text of at least 64 tokens."""
+def calibrated(
+    model: Any,
+    ids: Tensor,
+    format: str = "k4v4",
+    source: str = "",
+    first: int = FIRST,
+    progress: Callable[[float], None] | None = None,
+) -> Policy:
+    """A policy of one format for all layers, with offsets and key scales from a text of at least 64 tokens. `progress`
+    is told how many more were read."""
     if ids.shape[1] < 64:
         raise InputError(f"a model is calibrated on at least 64 tokens, got {ids.shape[1]}")
-    layers = tuple(seen.moments.layer(format) for seen in observe(model, ids).values())
+    layers = tuple(seen.moments.layer(format) for seen in observe(model, ids, progress=progress).values())
     offset = layers[0].key_offset
     assert offset is not None
     return Policy(offset.shape[0], head_dim(model.config), layers, first=first, source=source)
@@ -80,7 +88,8 @@ def sensitivities(
         batch = names[start : start + _BATCH]
         rows = {name: state.find({**shared, "name": name}) for name in batch}
         known |= {name: row["kl"] for name, row in rows.items() if row is not None}
-        found = _losses(model, ids, {name: _alone(policy, name) for name, row in rows.items() if row is None})
+        todo = {name: _alone(policy, name) for name, row in rows.items() if row is None}
+        found = _losses(model, ids, todo, _part(progress, "layers alone", start, len(batch), len(names)))
         for name, loss in found.items():
             state.add({**shared, "name": name}, {"kl": loss})
         known |= found
@@ -181,9 +190,9 @@ def refined(
     policies = {"now": policy, **names}
     todo = list(policies)
     for start in range(0, len(todo), _BATCH):
-        found |= _losses(model, ids, {name: policies[name] for name in todo[start : start + _BATCH]})
-        if progress is not None:
-            progress("widths nearby", min(start + _BATCH, len(todo)), len(todo))
+        batch = todo[start : start + _BATCH]
+        report = _part(progress, "widths nearby", start, len(batch), len(todo))
+        found |= _losses(model, ids, {name: policies[name] for name in batch}, report)
     layers = []
     for layer, (widths, share) in enumerate(zip(now, shares(model.config, context), strict=True)):
         sides = {}
@@ -195,7 +204,16 @@ def refined(
     return better if _losses(model, ids, {"better": better})["better"] < found["now"] else policy
 
 
-def _losses(model: Any, ids: Tensor, policies: Mapping[str, Policy]) -> dict[str, float]:
+def _part(progress: Progress | None, what: str, start: int, count: int, total: int) -> measure.Progress | None:
+    """The progress of `count` of `total` measurements, which follow `start` others."""
+    if progress is None:
+        return None
+    return lambda done, passes: progress(what, start + count * done / passes, total)
+
+
+def _losses(
+    model: Any, ids: Tensor, policies: Mapping[str, Policy], progress: measure.Progress | None = None
+) -> dict[str, float]:
     """The KL divergence of each."""
 
     def cache(policy: Policy) -> Callable[[], AuraCache]:
@@ -206,7 +224,8 @@ def _losses(model: Any, ids: Tensor, policies: Mapping[str, Policy]) -> dict[str
     caches = {name: cache(policy) for name, policy in policies.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what keys do not survive is tried as well
-        return {row.name: row.kl for row in measure.compare(model, ids, caches, chunk=_CHUNK)[1:]}
+        rows = measure.compare(model, ids, caches, chunk=_CHUNK, progress=progress)
+    return {row.name: row.kl for row in rows[1:]}
 
 
 def _near(bits: int) -> list[int]:

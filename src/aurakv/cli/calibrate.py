@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     ids = texts.ids_of(text, loaded.tokenizer, loaded.model.config)[:, : args.tokens]
     source = f"{ids.shape[1]:,} tokens of {'alice' if args.text is None else args.text.stem}"
     begin = time.perf_counter()
-    with screen.progress(f"reading {ids.shape[1]} tokens", ids.shape[1]) as step:
+    with screen.progress(f"reading {ids.shape[1]:,} tokens", ids.shape[1], lines=True) as step:
         made = calibrate(loaded.model, ids, source, identity, step)
     path = made.keep()
     if args.out is not None:

@@ -15,6 +15,7 @@ from .loading import Loaded
 from .screen import Screen, bytes_text, counted, time_text
 
 CHUNK = 2048  # tokens of a long prompt that are read at a time: the first of them calibrate the keys
+SHORT = 256  # of a prompt that needs no progress
 
 
 class Chat:
@@ -125,17 +126,17 @@ class Chat:
 
     @torch.no_grad()
     def _prefill(self, ids: list[int], start: int) -> None:
-        """Read a long prompt up to its last piece, which generate reads: one pass over all of it would show nothing."""
-        if len(ids) - start <= CHUNK:
+        """Read a long prompt up to its last token, which generate reads: generate would show nothing meanwhile."""
+        from ..hf.progress import forward
+
+        if len(ids) - start <= SHORT:
             return
-        model = self.loaded.model
-        with self.screen.progress(f"reading {len(ids):,} tokens", len(ids)) as step:
+        with self.screen.progress(f"reading {len(ids):,} tokens", len(ids), lines=True) as step:
             step(start)
-            while len(ids) - start > CHUNK:
-                piece = torch.tensor([ids[start : start + CHUNK]], device=self.loaded.device)
-                model(piece, past_key_values=self.cache, logits_to_keep=1)
-                start += CHUNK
-                step(CHUNK)
+            while start < len(ids) - 1:
+                piece = torch.tensor([ids[start : min(start + CHUNK, len(ids) - 1)]], device=self.loaded.device)
+                forward(self.loaded.model, step, piece.shape[1], piece, past_key_values=self.cache, logits_to_keep=1)
+                start += piece.shape[1]
 
     def _sampling(self) -> dict[str, Any]:
         if self.args.temperature == 0:

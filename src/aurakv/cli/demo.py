@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, cut
 from . import arguments, loading
-from .screen import Screen, bytes_text, counted
+from .screen import Screen, bytes_text, counted, up_to
 
 if TYPE_CHECKING:
     import torch
@@ -152,8 +152,8 @@ def _read(
 
     plain, makers = maker(UNCOMPRESSED), {name: maker(name) for name in args.formats}
     passes = (1 + len(makers)) * -(-ids.shape[1] // CHUNK)
-    with screen.progress(f"reading {ids.shape[1]:,} tokens", passes) as step:
-        rows = compare(loaded.model, ids, makers, chunk=CHUNK, reference=plain, progress=lambda done, total: step())
+    with screen.progress(f"reading {ids.shape[1]:,} tokens", passes, lines=True) as step:
+        rows = compare(loaded.model, ids, makers, chunk=CHUNK, reference=plain, progress=up_to(step))
     for run in made.values():
         run.cache.crop(-1)  # the last token is where decoding begins
         run.prefill(ids)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AuraError, InputError, cut
 from . import arguments, loading
-from .screen import Screen, counted
+from .screen import Screen, counted, up_to
 
 if TYPE_CHECKING:
     from ..calibration.policy import Policy
@@ -180,7 +180,7 @@ class Work:
             label = f"{text_name}: {name}"
             with self._row(label), self.screen.progress(label, passes, lines=True) as step:
                 chosen = {name: self.makers[name]}
-                options = {"chunk": chunk, "every": self.args.every, "progress": _each(step), "expected": expected}
+                options = {"chunk": chunk, "every": self.args.every, "progress": up_to(step), "expected": expected}
                 for row in compare(model, ids, chosen, **options):
                     self._add(keys[row.name], {**dataclasses.asdict(row), "chunk": chunk})
                 self.results.save()
@@ -217,7 +217,7 @@ class Work:
                         tokens=tokens,
                         chunk=RIVAL_CHUNK if self.args.rivals else CHUNK,
                         reference=not known,
-                        progress=_each(step),
+                        progress=up_to(step),
                     )
                     for each, needles in itertools.groupby(found, key=lambda needle: needle.name):
                         listed = [dataclasses.asdict(needle) for needle in needles]
@@ -269,10 +269,6 @@ class Work:
         if longest is not None and tokens > longest:
             raise InputError(f"--tokens must stay within the {longest:,} tokens of this model, got {tokens:,}")
         return tokens
-
-
-def _each(step: Callable[..., None]) -> Callable[[int, int], None]:
-    return lambda done, total: step()
 
 
 def _show(screen: Screen, rows: Sequence[dict[str, Any]], needles: Sequence[dict[str, Any]]) -> None:

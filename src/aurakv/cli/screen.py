@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import textwrap
 import time
@@ -104,9 +105,21 @@ class Screen:
                 if lines and time.monotonic() - said >= LINE_SECONDS:
                     said = time.monotonic()
                     share = f" of {total:g}" if total is not None else ""
-                    self.note(f"{text or description}: {done:g}{share}, {said - began:.0f} s")
+                    self.note(f"{text or description}: {math.floor(done + 1e-6)}{share}, {said - began:.0f} s")
 
             yield step
+
+
+def up_to(step: Callable[..., None]) -> Callable[..., None]:
+    """The step of a progress bar for who knows how much is done in all, not how much more."""
+    last = 0.0
+
+    def report(done: float, total: float = 0, *, text: str | None = None) -> None:
+        nonlocal last
+        step(done - last, text=text)
+        last = done
+
+    return report
 
 
 def _at_words(text: str, console: Console) -> str:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from . import arguments, loading
-from .screen import Screen
+from .screen import Screen, up_to
 
 if TYPE_CHECKING:
     from ..calibration.policy import Policy
     from ..format.codec import Format
 
 FIRST = 4  # as of a model without a policy
+CHUNK = 128  # tokens at a time of the last check
 
 
 def add(subparsers: Any) -> None:
@@ -93,16 +94,16 @@ def run(args: argparse.Namespace) -> None:
     ids = texts.ids_of(text, loaded.tokenizer, config)
     used = ids[:, : args.tokens]
     source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
-    with screen.progress("reading the text"):
-        policy = tune.calibrated(loaded.model, used, size.name, source, args.first)
+    with screen.progress("reading the text", used.shape[1], lines=True) as step:
+        policy = tune.calibrated(loaded.model, used, size.name, source, args.first, step)
     budget = _budget(args, size, policy, loaded.model)  # refused now, not after all layers were measured
     probe = ids[:, : args.probe]
-    with screen.progress("layers alone", 4 * len(policy.layers)) as step:
+    with screen.progress("layers alone", 4 * len(policy.layers), lines=True) as step:
         layers = tune.sensitivities(loaded.model, policy, probe, args.context, state, _report(step))
     formats = tune.choose(layers, policy.head_dim, **({"kl": args.kl} if args.kl is not None else {"budget": budget}))
     policy = tune.tuned(policy, formats)
     for number in range(args.rounds or 0):
-        with screen.progress(f"round {number + 1}", 4 * len(policy.layers)) as step:
+        with screen.progress(f"round {number + 1}", 4 * len(policy.layers), lines=True) as step:
             before, policy = policy, tune.refined(loaded.model, policy, probe, args.context, budget, _report(step))
         if policy is before:
             break
@@ -113,8 +114,9 @@ def run(args: argparse.Namespace) -> None:
         str(args.out): lambda: AuraCache(config, policy),
         f"plain {size}": lambda: AuraCache(config, size.name, first=0, calibrate=False),
     }
-    with screen.progress("the whole"):
-        rows = measure.compare(loaded.model, check, caches)[1:]
+    passes = (1 + len(caches)) * -(-check.shape[1] // CHUNK)
+    with screen.progress("the whole", passes, lines=True) as step:
+        rows = measure.compare(loaded.model, check, caches, chunk=CHUNK, progress=up_to(step))[1:]
     losses = [
         (i, name, f"{x.key[size.key.bits]:.2g}", f"{x.value[size.value.bits]:.2g}")
         for i, (name, x) in enumerate(zip(formats, layers, strict=True))
@@ -144,13 +146,6 @@ def _budget(args: argparse.Namespace, size: Format, policy: Policy, model: Any) 
     return budget
 
 
-def _report(step: Callable[..., None]) -> Callable[[str, int, int], None]:
-    """Moves the progress bar on to what is done of a task."""
-    done = 0
-
-    def report(what: str, now: int, total: int) -> None:
-        nonlocal done
-        step(now - done, text=what)
-        done = now
-
-    return report
+def _report(step: Callable[..., None]) -> Callable[[str, float, int], None]:
+    report = up_to(step)
+    return lambda what, done, total: report(done, text=what)

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from ..errors import InputError
 from ..hf import AuraCache, register
 from ..hf.attention import NAME
+from ..hf.progress import forward
 from .reads import reads_of
 from .tensors import bytes_of
 
@@ -26,7 +27,7 @@ REFERENCE = "uncompressed"
 HELD = 2 << 30
 _LOGITS = 1 << 21  # compared at once, whatever the vocabulary: 8 MB in float32
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[float, int], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def compare(
     only each n-th prediction is compared, which saves time where the vocabulary is large. `reference` makes the
     cache of the uncompressed model, for a caller who goes on with it. `expected` holds what the uncompressed model
     predicted from one call to the next, with the same text, chunk and `every`. `progress` is told how many of all
-    forward passes are done.
+    forward passes are done, after each layer of one.
     """
     ids = ids.view(1, -1).to(model.device)
     count = ids.shape[1]
@@ -81,7 +82,14 @@ def compare(
         held.clear()
         runs = [_Run(REFERENCE, DynamicCache(config=model.config) if reference is None else reference())]
     runs += [_Run(name, make()) for name, make in caches.items()]
-    total, done = len(runs) * math.ceil(count / chunk), 0
+    total, done = len(runs) * math.ceil(count / chunk), 0.0
+
+    def more(amount: float) -> None:
+        nonlocal done
+        done += amount
+        if progress is not None:
+            progress(round(done, 6), total)
+
     try:
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
@@ -89,14 +97,11 @@ def compare(
             targets = ids[0, start + at + 1]
             wanted = held.chunks.get(start)
             for run in runs:
-                logits = run.forward(model, ids[:, start:stop], at, start, before)
+                logits = run.forward(model, ids[:, start:stop], at, start, before, more if progress else None)
                 if wanted is None:
                     wanted = _Predictions(logits)
                     held.keep(start, wanted, expected is not None)
                 run.add(logits, wanted, targets)
-                done += 1
-                if progress is not None:
-                    progress(done, total)
     finally:
         model.set_attn_implementation(before)
     if held.row is not None:
@@ -142,14 +147,21 @@ class _Run:
     seconds: float = 0.0
 
     @torch.no_grad()
-    def forward(self, model: PreTrainedModel, ids: Tensor, at: Tensor, start: int, implementation: str) -> Tensor:
+    def forward(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        at: Tensor,
+        start: int,
+        implementation: str,
+        progress: Callable[[float], None] | None,
+    ) -> Tensor:
         """Logits [len(at), vocabulary] of some of the next tokens."""
         model.set_attn_implementation(NAME if isinstance(self.cache, AuraCache) else implementation)
         began = time.perf_counter()
         keep = at if len(at) else 1  # the last chunk may have nothing to predict
-        logits: Tensor = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep).logits[
-            0, : len(at)
-        ]
+        options = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": keep}
+        logits: Tensor = forward(model, progress, 1.0, ids, **options).logits[0, : len(at)]
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
         self.seconds += time.perf_counter() - began

@@ -23,6 +23,7 @@ from ..calibration.texts import ids_of
 from ..errors import InputError
 from ..hf import AuraCache, register
 from ..hf.attention import NAME
+from ..hf.progress import forward
 from .measure import REFERENCE, Progress
 from .reads import reads_of
 
@@ -70,21 +71,28 @@ def search(
     makers: dict[str, Callable[[], Cache]] = {REFERENCE: lambda: DynamicCache(config=model.config)} if reference else {}
     makers |= caches
     rows: list[Found] = []
+    done = 0.0
+
+    def more(amount: float) -> None:
+        nonlocal done
+        done += amount
+        if progress is not None:
+            progress(round(done, 6), len(makers))
+
     try:
-        for number, (name, make) in enumerate(makers.items()):
+        for name, make in makers.items():
             cache = make()
             model.set_attn_implementation(NAME if isinstance(cache, AuraCache) else before)
             coded = 0
             for start in range(0, tokens, chunk):
                 stop = min(start + chunk, tokens)
+                options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
                 with torch.no_grad():
-                    model(ids[:, start:stop], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    forward(model, more if progress else None, (stop - start) / tokens, ids[:, start:stop], **options)
                 coded = reads_of(cache, start, stop).tokens
             for question in questions:
                 found, nll = _ask(model, copy.deepcopy(cache), question)
                 rows.append(Found(name, tokens, question.depth, found, nll, coded))
-            if progress is not None:
-                progress(number + 1, len(makers))
     finally:
         model.set_attn_implementation(before)
     return rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,6 +10,7 @@ from ..calibration.policy import FIRST
 from ..calibration.statistics import ENOUGH, SINKS
 from ..errors import InputError
 from .observe import observe
+from .progress import Progress
 
 
 def calibrate(
@@ -19,7 +18,7 @@ def calibrate(
     ids: Tensor,
     source: str = "",
     identity: str = "",
-    progress: Callable[[int], None] = lambda tokens: None,
+    progress: Progress | None = None,
 ) -> Calibration:
     """From the token ids [1, n] of a text; `progress` is told how many more were read."""
     if ids.shape[1] < ENOUGH + SINKS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..calibration.observer import KeyObserver
 from .attention import attention, mask
 from .cache import AuraCache
 from .handles import Handle
+from .progress import Progress, forward
 from .support import slots
 
 _NAME = "aurakv-observed"
@@ -21,9 +21,10 @@ _NAME = "aurakv-observed"
 
 @torch.no_grad()
 def observe(
-    model: PreTrainedModel, ids: Tensor, chunk: int = 512, progress: Callable[[int], None] = lambda tokens: None
+    model: PreTrainedModel, ids: Tensor, chunk: int = 512, progress: Progress | None = None
 ) -> dict[int, KeyObserver]:
-    """One for each attention layer with a cache, by its number, over the tokens ids [1, n]."""
+    """One for each attention layer with a cache, by its number, over the tokens ids [1, n]; `progress` is told how many
+    more were read."""
     cache = AuraCache(model.config, "k16v16", first=0)
     numbers = [number for number, slot in enumerate(slots(model.config)) if slot.other is None]
     numbered = {id(layer): number for number, layer in zip(numbers, cache.compressed, strict=True)}
@@ -46,8 +47,8 @@ def observe(
     try:
         model.set_attn_implementation(_NAME)
         for start in range(0, ids.shape[1], chunk):
-            model(ids[:, start : start + chunk].to(model.device), past_key_values=cache, logits_to_keep=1)
-            progress(min(chunk, ids.shape[1] - start))
+            piece = ids[:, start : start + chunk].to(model.device)
+            forward(model, progress, piece.shape[1], piece, past_key_values=cache, logits_to_keep=1)
     finally:
         model.set_attn_implementation(before)
     return dict(sorted(seen.items()))
