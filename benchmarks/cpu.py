@@ -1,4 +1,4 @@
-"""Speed of the native CPU backend beside torch on uncompressed tensors, interleaved in one process.
+"""Speed of the native CPU backend against torch on uncompressed tensors, interleaved in one process.
 
     python benchmarks/cpu.py --threads 2 --only growth --json benchmarks/baselines/cpu-growth.json
 

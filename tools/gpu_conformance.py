@@ -82,7 +82,7 @@ class SkippedError(Exception):
     """A module or a test has nothing to run here."""
 
 
-# what the tests use of pytest beside marks
+# what the tests use of pytest besides marks
 
 
 def skip(reason: str, **_: Any) -> None:

@@ -58,7 +58,7 @@ def test_half_precision_is_refused():
     for dtype in (torch.bfloat16, torch.float16):
         with pytest.raises(InputError, match=f"lse of a partial result must be float32 or float64, got {dtype}"):
             kv.merge(kv.Partial(out, lse), kv.Partial(out, lse.to(dtype)))
-        with pytest.raises(InputError, match=r"m must be float32 or float64 \[1, 2\] beside o \[1, 2, 4\]"):
+        with pytest.raises(InputError, match=r"m must be float32 or float64 \[1, 2\] for o \[1, 2, 4\]"):
             kv.Partial.of(out, lse.to(dtype), lse)
     half = kv.Partial.of(out.bfloat16(), lse, lse.exp())  # an output in half precision is fine
     assert half.out.dtype == torch.bfloat16

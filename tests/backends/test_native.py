@@ -127,14 +127,14 @@ def test_a_query_gets_the_same_bits_in_every_batch(name, scoring, format):
     q *= torch.exp(torch.randn(2 * tokens, heads, 1))  # of some, the scores are too large for int16
     k *= torch.exp(torch.randn(2 * tokens, kv_heads, 1) / 2)
 
-    def outputs(page_size: int, cuts: list[int], beside: bool) -> torch.Tensor:
+    def outputs(page_size: int, cuts: list[int], together: bool) -> torch.Tensor:
         pool = kv.PagePool(parsed, 2 * (tokens // page_size + 1), page_size, kv_heads)
         cache = kv.KVCache.paged(pool, 2)
         found, at = [], 0
         for n in cuts:
             rows = slice(at, at + n)
             new, starts = [(x[rows], x[:0]) for x in (q, k, v)], [0, n, n]
-            if beside:
+            if together:
                 new = [(x[rows], x[tokens + at : tokens + at + n]) for x in (q, k, v)]
                 starts = [0, n, 2 * n]
             q_, k_, v_ = (torch.cat(pair) for pair in new)
@@ -151,7 +151,7 @@ def test_a_query_gets_the_same_bits_in_every_batch(name, scoring, format):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_come_from_the_own_sequence(name):
-    """A long sequence is cut the same way alone and beside many others."""
+    """A long sequence is cut the same way alone and among many others."""
     torch.manual_seed(1)
     format, seqs, tokens = kv.Format.parse("k4v4", 64), 70, 9000
     lengths = [tokens, *[40] * (seqs - 1)]

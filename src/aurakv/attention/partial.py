@@ -33,7 +33,7 @@ class Partial(NamedTuple):
         for name, x in (("m", m), ("l", l)):
             if x.shape != o.shape[:-1] or x.dtype not in _LSE_DTYPES:
                 raise InputError(
-                    f"{name} must be float32 or float64 {list(o.shape[:-1])} beside o {list(o.shape)}, got {shown(x)}"
+                    f"{name} must be float32 or float64 {list(o.shape[:-1])} for o {list(o.shape)}, got {shown(x)}"
                 )
         empty = l == 0
         whole = o.to(l.dtype) / l[..., None]

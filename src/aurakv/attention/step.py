@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What `Backend.attend` needs beside its queries."""
+    """What `Backend.attend` needs besides its queries."""
 
     pages: Pages
     rows: Rows
@@ -41,7 +41,7 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class Step(Attention):
-    """What a step needs beside its queries, keys and values. `Backend.prepare_step` makes a function of these."""
+    """What a step needs besides its queries, keys and values. `Backend.prepare_step` makes a function of these."""
 
     key_scale: Tensor | None = None  # [kv_heads, dim]: keys are multiplied, queries divided by it
     uncompressed: Pages | None = None  # tokens that are stored a second time, at 16 bits
@@ -49,7 +49,7 @@ class Step(Attention):
     counted: bool = False  # whether the lengths count the new tokens already, as an engine's do; else they advance
 
     def over_uncompressed(self) -> Attention | None:
-        """Attention over the tokens that are stored a second time, beside that over the codes: sinks count once."""
+        """Attention over the tokens that are stored a second time. Sinks count once, with the codes."""
         if self.uncompressed is None:
             return None
         scoring = scoring_uncompressed(self.scoring)

@@ -1,1 +1,1 @@
-"""Measuring speed: what this machine is, how fast it reads memory, and the kernels beside torch."""
+"""Measuring speed: what this machine is, how fast it reads memory, and the kernels against torch."""

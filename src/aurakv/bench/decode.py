@@ -1,4 +1,4 @@
-"""One attention call on codes beside torch on uncompressed tensors. No number without a right result of its shape."""
+"""One attention call on codes against torch on uncompressed tensors. No number without a right result of its shape."""
 
 from __future__ import annotations
 

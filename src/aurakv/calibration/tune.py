@@ -108,7 +108,7 @@ def shares(config: Any, context: int) -> list[float]:
     return [1.0 if window is None else min(1.0, _ring(window) / context) for window in windows]
 
 
-def beside(policy: Policy, itemsize: int, context: int) -> float:
+def overhead(policy: Policy, itemsize: int, context: int) -> float:
     """Bytes per token and KV head, in all layers, of uncompressed tokens, offsets and key scales."""
     return len(policy.layers) * policy.head_dim * (2 * policy.first * itemsize + 4 + itemsize) / context
 

@@ -1,4 +1,4 @@
-"""aurakv bench: attention on codes beside torch on this machine."""
+"""aurakv bench: attention on codes against torch, on this machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add(subparsers: Any) -> None:
         subparsers,
         "bench",
         run,
-        "time attention on codes beside torch, on this machine",
-        "One decode call (one query per sequence, one layer) for each number of tokens and each format, beside the\n"
+        "time attention on codes against torch, on this machine",
+        "One decode call (one query per sequence, one layer) for each number of tokens and each format, against the\n"
         "fastest bfloat16 attention of torch over uncompressed keys and values. The methods take turns; each result\n"
         "is first checked against float64 on the same codes. GB/s are compressed bytes; their share of the memory\n"
         "bandwidth measured in the same run says how much is left to win.",

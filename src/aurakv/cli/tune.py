@@ -29,8 +29,8 @@ def add(subparsers: Any) -> None:
         "The model reads a text. Each layer gets the key offset and key_scale that fit its keys and queries, then its\n"
         "keys and its values are compressed alone and the KL divergence from the uncompressed model is measured.\n"
         "Bits go where they lower it most, for the size of one format (--size) or up to a summed KL divergence\n"
-        "(--kl). With --rounds, widths nearby are then measured in the whole and chosen again. The result is checked\n"
-        "beside the plain format and written as a policy, which AuraCache and the other commands load.",
+        "(--kl). With --rounds, widths nearby are then measured in the whole and chosen again. The result is compared\n"
+        "with the plain format and written as a policy, which AuraCache and the other commands load.",
         [
             "aurakv tune --out policy.json",
             "aurakv tune --model path/to/model --text report.txt --size k3v3 --out small.json",
@@ -135,11 +135,11 @@ def _budget(args: argparse.Namespace, size: Format, policy: Policy, model: Any) 
 
     shares, percent = tune.shares(model.config, args.context), args.percent or 0.0
     budget = sum(shares) * size.bytes_per_token * (1 + percent / 100)
-    budget -= tune.beside(policy, model.dtype.itemsize, args.context)
+    budget -= tune.overhead(policy, model.dtype.itemsize, args.context)
     least = tune.smallest(shares, policy.head_dim)
     if args.kl is None and budget < least:
         raise InputError(
-            f"beside uncompressed tokens, offsets and key scales, --size {size} and --percent {percent:g} leave"
+            f"after uncompressed tokens, offsets and key scales, --size {size} and --percent {percent:g} leave"
             f" {budget:.1f} bytes per token and KV head, and the smallest formats take {least:.1f}:"
             f" raise --percent or --size"
         )

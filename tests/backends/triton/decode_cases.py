@@ -1,4 +1,4 @@
-"""Pages and queries for the decode kernel, and its results beside the reference in float64."""
+"""Pages and queries for the decode kernel, and its results next to those of the reference in float64."""
 
 from __future__ import annotations
 

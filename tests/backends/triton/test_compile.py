@@ -125,7 +125,7 @@ def test_extend(compile_for, capability):
     [("k4v4", 128, 64), ("k3v2", 64, 8192), ("k2/v4:minifloat", 128, 128), ("k8v4", 128, 64), ("k5v6", 64, 64)],
 )
 def test_extend_on_hopper(compile_for, tmp_path, name, dim, page):
-    """Warp-group products run beside everything else: they are not serialised. No spills."""
+    """Warp-group products overlap with everything else: they are not serialised. No spills."""
     seen = compile_for(90)
     pages = pages_of(name, dim, 1, 8192, page)
     q = torch.empty(512, 8, dim, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A step: append, then attend, with the uncompressed tokens that lie beside the codes."""
+"""A step: append, then attend, with the uncompressed tokens that lie next to the codes."""
 
 from __future__ import annotations
 

@@ -250,7 +250,9 @@ def _plan(pages: Pages, tokens: int, group: int, several: bool, splits: int | No
     jobs = pages.kv_heads * (pages.seqs + (tokens * group // rows if several else 0))
     most, device = jobs * _all_tiles(pages, rows), pages.data.device
     units, residents = multiprocessors(device), _residents(target_of(device), pages.format, rows, _tile(pages, rows))
-    while residents > 4 and most < residents * units * residents:  # where tiles are few, fewer programs do less beside
+    while (
+        residents > 4 and most < residents * units * residents
+    ):  # where tiles are few, fewer programs have less overhead
         residents -= 4
     programs = max(1, min(most, units * residents)) if splits is None else jobs * splits
     return DecodePlan(rows, jobs, programs, 2 * programs + jobs)

@@ -107,7 +107,7 @@ def seen(seq, count, ends, lengths, scan, SCAN: gl.constexpr):
 
 @gluon.jit
 def row_bounds(row, count, end, length, scan, SCAN: gl.constexpr):
-    """The keys lo ≤ t < hi that a row sees beside the sinks. scan: that of its sequence."""
+    """The keys lo ≤ t < hi that a row sees besides the sinks. scan: that of its sequence."""
     hi = length + 0 * row
     last = end + 0 * row
     if SCAN.several:

@@ -4,7 +4,7 @@ Rows of a program are ROWS (token, head of the group) pairs of one sequence and 
 walks over its share of the tiles of KEYS keys. Two warp groups decode: codes of keys become int8 levels in shared
 memory (wide ones, of more than 4 bits, float16), codes of values float16 numbers, in SLOTS slots each. Two more, with
 half of the rows each, attend: the products of tile i + 1 with the queries and of the weights of tile i with the
-values run beside the making of weights.
+values overlap with the making of weights.
 Queries are integers of 16 bits in two int8 parts, or two float16 parts: scores are exact up to that.
 
 In:  parts [rows, 2, DIM] int8 and factors [rows, 2] (queries.prepare_integers_kernel), or parts in float16
