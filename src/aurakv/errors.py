@@ -54,3 +54,9 @@ def short(given: object) -> str:
 
 def cut(text: str, most: int = 80) -> str:
     return text if len(text) <= most else text[:most] + "…"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 thread, 2 threads, 1,024 queries."""
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else many}"

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("rich", reason="rich is not installed")
 
+from aurakv.cli import arguments
+
 FAST = """
 import json, sys, time
 began = time.process_time()
@@ -91,3 +93,27 @@ def test_what_does_not_fit_into_memory_is_one_sentence(refused):
     said = refused("bench", "--batch", 100_000_000, "--device", "cpu")
     assert "--batch and --tokens must fit into the" in said
     assert "got 100,000,000 × 65,536 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("eval", "--formats", "k4v4,foo"), "got 'foo'; a policy is a .json file or one of"),
+        (("eval", "--formats", "none.json"), "none.json cannot be read"),
+        (("generate", "--format", "k4v4x"), "got 'k4v4x'"),
+        (("demo", "--formats", "k4:int8/v7"), "k4:int8/v7 in --formats: bits must be one of"),
+        (("bench", "--formats", "smollm2-135m"), "a format name is k<bits>v<bits>"),
+        (("plan", "--memory", "1GB", "--formats", "plain:k4v4"), "got 'plain:k4v4'"),
+    ],
+    ids=lambda words: " ".join(words[:1]) if isinstance(words, tuple) else "",
+)
+def test_wrong_names_are_refused_without_torch(words, said):
+    done = subprocess.run([sys.executable, "-c", FAST, *words], capture_output=True, text=True, timeout=60)
+    found = json.loads(done.stdout)
+    assert (found["code"], found["torch"]) == (2, False)
+    assert said in done.stderr
+
+
+def test_right_names_pass():
+    names = ["k4v4", "plain:k3v3", "k8:lsq/v4:f32", "quanto-4", "auto", "smollm2-135m"]
+    arguments.check_formats(names, others=["auto", "plain:", "quanto-4"])

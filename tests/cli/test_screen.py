@@ -10,8 +10,9 @@ pytest.importorskip("rich", reason="rich is not installed")
 
 from rich.console import Console
 
-from aurakv.cli import arguments, screen, tune
-from aurakv.cli.screen import Screen, counted
+from aurakv.cli import arguments, eval, screen, tune
+from aurakv.cli.screen import Screen
+from aurakv.errors import counted
 
 
 @pytest.fixture
@@ -75,6 +76,7 @@ def test_text_breaks_between_words(width):
 
 def test_one_and_many():
     assert [counted(n, "thread") for n in (0, 1, 2, 1024)] == ["0 threads", "1 thread", "2 threads", "1,024 threads"]
+    assert [counted(n, "query") for n in (1, 2)] == ["1 query", "2 queries"]
 
 
 def test_progress_in_a_file_is_lines(capsys, monkeypatch):
@@ -92,9 +94,13 @@ def test_progress_in_a_file_is_lines(capsys, monkeypatch):
 def test_names_and_numbers_are_those_of_the_library():
     """They are written down again so that commands are declared without torch."""
     from aurakv.calibration import policy
+    from aurakv.evaluation import rivals
     from aurakv.format import codec
-    from aurakv.hf import cache_names
+    from aurakv.hf import cache, cache_names
 
     assert tuple(codec.DTYPES) == arguments.DTYPES
     assert policy.FIRST == tune.FIRST
     assert cache_names.UNCOMPRESSED == arguments.UNCOMPRESSED
+    assert cache.AUTO == arguments.AUTO
+    assert policy.shipped() == arguments.shipped()
+    assert tuple(rivals.names()) == eval.RIVALS

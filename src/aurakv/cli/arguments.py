@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import InputError, cut, short
+from ..errors import FileError, InputError, cut, short
 
 Run = Callable[[argparse.Namespace], None]
 ECHO = 300  # characters of a message of argparse, which repeats what it was given
 DTYPES = ("f32", "f16", "bf16")  # of models, as names of formats spell them
 UNCOMPRESSED = "none"  # the format that is no format
+AUTO = "auto"  # the format that a cache chooses by itself
+PLAIN = "plain:"  # before a format: codes alone
 MAX_THREADS = 1024  # far above it, OpenMP ends the process without a sentence
 
 
@@ -130,15 +134,35 @@ def names(text: str) -> list[str]:
     return found
 
 
-def check_widths(formats: Sequence[str], option: str = "--formats") -> None:
-    """Refuse widths that do not exist, which needs no torch; all else about a name is said when it is parsed."""
-    from ..format.levels import CODE_BITS
+def check_formats(
+    formats: Sequence[str], option: str = "--formats", others: Sequence[str] = (), policies: bool = True
+) -> None:
+    """Refuse names that are neither formats nor policies nor among the others, and widths that do not exist: as far as
+    that can be told without torch. The rest is said when a name is parsed."""
+    from ..format import names
 
     for name in formats:
-        found = re.fullmatch(r"(?:plain:)?k(\d{1,2})v(\d{1,2})", name, re.ASCII)
-        for bits in map(int, found.groups() if found else ()):
-            if bits not in (*CODE_BITS, 16):
-                raise InputError(f"{name} in {option}: bits must be one of {[*CODE_BITS, 16]}, got {bits}")
+        if name in others or (policies and name in shipped()):
+            continue
+        if policies and name.endswith(".json"):
+            if not Path(name).exists():
+                raise FileError(f"{cut(name)} cannot be read: {os.strerror(errno.ENOENT)}")
+            continue
+        with entry(name, option):
+            try:
+                key, _, value, _ = names.parts(name.removeprefix(PLAIN) if PLAIN in others else name)
+            except InputError as error:
+                if not policies or re.match(r"k\d", name):
+                    raise
+                raise InputError(f"{error}; a policy is a .json file or one of {shipped()}") from None
+            for bits in map(int, (key, value)):
+                if bits not in names.BITS:
+                    raise InputError(f"bits must be one of {list(names.BITS)}, got {bits}")
+
+
+def shipped() -> list[str]:
+    """Policies that come with the package."""
+    return sorted(file.stem for file in Path(__file__).parents[1].glob("calibration/policies/*.json"))
 
 
 @contextlib.contextmanager

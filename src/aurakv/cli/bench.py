@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import CapacityError, InputError
+from ..errors import CapacityError, InputError, counted
 from . import arguments, loading
-from .screen import Screen, bytes_text, counted, time_text
+from .screen import Screen, bytes_text, time_text
 
 TOKENS = {"cpu": [1024, 4096, 16384, 65536], "cuda": [2048, 8192, 32768, 131072]}
 FORMATS = ["k8v8", "k8v4", "k4v4", "k2v2"]
@@ -51,7 +51,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    arguments.check_widths(args.formats)
+    arguments.check_formats(args.formats, policies=False)
     if args.heads % args.kv_heads:
         raise InputError(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
     if args.plot is not None:

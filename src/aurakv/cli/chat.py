@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..errors import AuraError, InputError
+from ..errors import AuraError, InputError, counted
 from .generate import SEED, TOP_K, TOP_P
 from .loading import Loaded
-from .screen import Screen, bytes_text, counted, time_text
+from .screen import Screen, bytes_text, time_text
 
 CHUNK = 2048  # tokens of a long prompt that are read at a time: the first of them calibrate the keys
 SHORT = 256  # of a prompt that needs no progress

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, cut
+from ..errors import InputError, counted, cut
 from . import arguments, loading
-from .screen import Screen, bytes_text, counted, up_to
+from .screen import Screen, bytes_text, up_to
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ def add(subparsers: Any) -> None:
 def check(args: argparse.Namespace) -> None:
     if arguments.UNCOMPRESSED in args.formats or len(set(args.formats)) < len(args.formats):
         raise InputError(f"--formats must name compressed formats, each once, got {cut(','.join(args.formats))}")
-    arguments.check_widths(args.formats)
+    arguments.check_formats(args.formats, others=[arguments.AUTO])
     arguments.picture(args.picture)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.plot import COLOURS, INK, MUTED, RIVAL, figure
-from .screen import bytes_text, counted
+from ..errors import counted
+from .screen import bytes_text
 
 
 def save(results: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:

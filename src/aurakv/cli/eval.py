@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AuraError, InputError, cut
+from ..errors import AuraError, InputError, counted, cut
 from . import arguments, loading
-from .screen import Screen, counted, up_to
+from .screen import Screen, up_to
 
 if TYPE_CHECKING:
     from ..calibration.policy import Policy
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
 BUILTIN = "alice (built in)"
-PLAIN = "plain:"
+PLAIN = arguments.PLAIN
+RIVALS = ("quanto-4", "quanto-2", "hqq-4", "hqq-3", "hqq-2", "turboquant_k8v4", "turboquant_4bit_nc",
+          "turboquant_k3v4_nc", "turboquant_3bit_nc")  # fmt: skip
 CHUNK = 256  # tokens at a time: what an AuraCache computes does not depend on it
 RIVAL_CHUNK = 64  # quantised caches of transformers then see as many unquantised tokens as in decoding, on average
 NEEDLES = (1024, 2048, 4096, 8192)
@@ -67,7 +69,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    arguments.check_widths(args.formats)
+    arguments.check_formats(args.formats, others=[arguments.AUTO, PLAIN, *RIVALS])
     if len(set(args.formats)) < len(args.formats):
         raise InputError(f"--formats must name each format once, got {cut(','.join(args.formats))}")
     if args.lengths is not None and not args.needle:

@@ -10,10 +10,10 @@ import torch
 
 from .. import models
 from ..calibration.policy import FIRST, ROLLBACK, Policy, format_of
+from ..errors import counted
 from ..format.codec import DTYPE_NAMES, DTYPES, Format
 from ..storage.page_table import MAX_LENGTH, Kept, round_up
 from ..storage.uncompressed import Uncompressed
-from .screen import counted
 
 
 class Layer(NamedTuple):

@@ -60,7 +60,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    arguments.check_widths([args.format], "--format")
+    arguments.check_formats([args.format], "--format", [arguments.AUTO, arguments.UNCOMPRESSED])
     if args.format == arguments.UNCOMPRESSED and not (args.first is None and args.recent is None):
         raise InputError(f"--first and --recent belong to compressed formats, got --format {args.format}")
     if args.raw and args.system is not None:

@@ -47,7 +47,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    arguments.check_widths(args.formats)
+    arguments.check_formats(args.formats)
     numbers = (args.layers, args.kv_heads, args.head_dim)
     if not any(numbers):
         if args.window or args.window_layers:

@@ -172,8 +172,3 @@ def time_text(seconds: float) -> str:
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds:.3g} s"
-
-
-def counted(number: int, noun: str) -> str:
-    """1 thread, 2 threads."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -19,9 +19,10 @@ from torch import Tensor
 from ..arguments import index, instance, shown, whole
 from ..errors import InputError, cut, short
 from . import levels as level_tables
+from . import names
+from .names import BITS
 from .rotation import MAX_DIM, PLAIN, SEEDED, UNROTATED, base_order, chosen_signs, named_signs, rotation
 
-BITS = (*level_tables.CODE_BITS, 16)
 Side = Literal["key", "value"]
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}  # as names spell them
@@ -29,7 +30,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SCALES = ("l2", "lsq")
 _SIGNS = (PLAIN, UNROTATED, "signs<hex>")
 _ROTATION = {"seed", "signs"}  # one of them says which signs
-_NAME = r"k([1-9]\d?)(?:((?::[^:/]+)+)/|/?)v([1-9]\d?)((?::[^:/]+)*)"  # options of the key end with a slash
 _NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
 
 
@@ -184,19 +184,13 @@ class Format:
         plain, unrotated or given ones): docs/format.md, section 3.
         `dtype` is what 16-bit sides store unless the name says so.
         """
-        match = re.fullmatch(_NAME, name, re.ASCII) if isinstance(name, str) else None
-        if match is None:
-            raise InputError(
-                f"a format name is k<bits>v<bits> with bits in {list(BITS)}, and options as in k4:lsq/v4:f32, where a"
-                f" slash ends those of the key, got {short(name)}"
-            )
+        key_bits, key_options, value_bits, value_options = names.parts(name)
         both = index(head_dim)
         dims = head_dim if both is None else (both, both)
         if not (isinstance(dims, tuple) and len(dims) == 2):
             raise InputError(f"head_dim must be a whole number or a pair (key dim, value dim), got {shown(head_dim)}")
-        key_bits, key_options, value_bits, value_options = match.groups()
         return cls(
-            _parse_side("key", dims[0], int(key_bits), (key_options or "").split(":")[1:], dtype),
+            _parse_side("key", dims[0], int(key_bits), key_options.split(":")[1:], dtype),
             _parse_side("value", dims[1], int(value_bits), value_options.split(":")[1:], dtype),
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..format.codec import BITS
+from ..format.names import BITS
 
 DIMS = (
     (64, 64),
