@@ -8,7 +8,7 @@ from torch import Tensor
 from ..attention.scoring import Scoring
 from ..calibration.policy import LayerPolicy
 from ..calibration.statistics import Turns
-from ..errors import InputError
+from ..errors import InputError, counted
 from .context import Context
 from .held_tokens import HeldTokens
 from .layer_calibration import LayerCalibration
@@ -47,7 +47,8 @@ class StoredTokens:
 
     def check_batch(self, k: Tensor) -> None:
         if self.scaled is not None and k.shape[0] != self.padding.seqs:
-            raise InputError(f"this cache holds {self.padding.seqs} sequences, got a batch of {k.shape[0]}")
+            held = counted(self.padding.seqs, "sequence")
+            raise InputError(f"this cache holds {held}, got a batch of {k.shape[0]}")
 
     def ready(
         self,

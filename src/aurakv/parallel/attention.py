@@ -20,9 +20,9 @@ from .. import backends, checks
 from ..attention.partial import Partial, merge
 from ..attention.scoring import Scoring, scoring_uncompressed
 from ..attention.step import Attention
+from ..storage.attention_call import Call
 from ..storage.page_table import PageTable
 from ..storage.pages import Pages
-from ..storage.steps import Call
 from .placement import Share, entries, seen
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from ..attention.scoring import Scoring
 from ..checks import Starts
 from ..errors import CapacityError, InputError
 from ..format.codec import Format
+from ..storage.attention_call import Call, check_queries, check_step, in_pieces, own_scoring
 from ..storage.cache import KVCache
 from ..storage.page_table import MAX_LENGTH, Kept, PageTable, round_up
 from ..storage.pool import PagePool
-from ..storage.steps import Call, check_queries, check_step, in_pieces, own_scoring
 from ..storage.uncompressed import Uncompressed
 from .agreement import Found, together
 from .attention import attend_share, sees_all_before

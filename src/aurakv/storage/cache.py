@@ -20,10 +20,20 @@ from ..checks import Starts
 from ..errors import InputError
 from ..format.codec import Codes, Format
 from . import compiled, reading
+from .attention_call import (
+    Call,
+    Prepared,
+    check_queries,
+    check_reach,
+    check_step,
+    in_pieces,
+    longest,
+    own_scoring,
+    step_kind,
+)
 from .page_table import Kept, PageTable, round_up
 from .pages import Pages
 from .pool import PagePool
-from .steps import Call, Prepared, check_queries, check_reach, check_step, in_pieces, longest, own_scoring, step_kind
 from .uncompressed import Uncompressed
 
 

@@ -20,8 +20,8 @@ from ..attention.torch_ops import fake_partial, flat_pages, flat_scoring, tensor
 from ..checks import Starts
 from ..errors import CapacityError, InputError
 from ..format.codec import parse_format
+from .attention_call import Call, check_queries, check_step
 from .pages import Pages
-from .steps import Call, check_queries, check_step
 
 if TYPE_CHECKING:
     from .cache import KVCache

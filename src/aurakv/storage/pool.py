@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import instance, whole
-from ..errors import CapacityError, InputError
+from ..errors import CapacityError, InputError, counted
 from ..format.codec import Format
 from .pages import allocate, check_finite, check_offset, copy_rows
 
@@ -136,6 +136,6 @@ def _allocate(format: Format, page_size: int, num_pages: int, kv_heads: int, dev
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "memory" not in str(error):
             raise
         raise CapacityError(
-            f"{num_pages} pages of {page_size} tokens and {kv_heads} KV heads must fit into the memory of {device},"
-            f" got {size} bytes"
+            f"{num_pages:,} × {page_size:,} tokens (pages × page size) of {counted(kv_heads, 'KV head')} must fit"
+            f" into the memory of {device}, got {size:,} bytes"
         ) from error

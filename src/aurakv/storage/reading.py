@@ -12,8 +12,8 @@ from ..attention import ops
 from ..attention.partial import Partial, join, merge
 from ..attention.scoring import scoring_uncompressed
 from ..format.codec import Codes
+from .attention_call import Call
 from .page_table import MAX_LENGTH, PageTable
-from .steps import Call
 
 if TYPE_CHECKING:
     from .cache import KVCache

@@ -16,7 +16,7 @@ from .. import checks
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
 from ..attention.step import Run
-from ..errors import InputError
+from ..errors import InputError, counted
 from .page_table import Kept, PageTable
 from .pages import Pages
 from .uncompressed import Uncompressed
@@ -74,14 +74,14 @@ def check_reach(bounds: list[int], scoring: Scoring, tables: list[PageTable]) ->
     for seq, length in enumerate(tables[0].lengths):
         queries = bounds[seq + 1] - bounds[seq]
         if queries > length and scoring.causal:
-            raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
+            raise InputError(f"sequence {seq} has {counted(length, 'token')}, got {counted(queries, 'query')}")
         for table, window in zip(tables, (scoring.window, scoring.recent), strict=False):
             oldest = max(0, length - queries - (window or 0) + 1)
             if table.kept is not None and queries and window and oldest < table.oldest(seq):
                 raise InputError(
-                    f"{queries} {'query' if queries == 1 else 'queries'} of sequence {seq} would read position"
-                    f" {oldest}, which is no longer held (positions from {table.oldest(seq)} on are): attend"
-                    f" with at most {table.kept.chunk} queries, after an append of no more tokens, or use step"
+                    f"{counted(queries, 'query')} of sequence {seq} would read position {oldest}, which is no longer"
+                    f" held (positions from {table.oldest(seq)} on are): attend with at most"
+                    f" {counted(table.kept.chunk, 'query')}, after an append of no more tokens, or use step"
                 )
 
 
