@@ -12,7 +12,7 @@ from torch import Tensor
 from .arguments import index, instance, shown, whole
 from .attention.scoring import Scoring
 from .attention.step import Rows
-from .errors import InputError
+from .errors import InputError, counted
 from .format.codec import Codec, Codes
 from .storage.pages import Pages
 
@@ -141,13 +141,16 @@ def bounds(name: str, given: Starts, seqs: int, tokens: int) -> list[int]:
             return [0, tokens]
         if tokens != seqs:
             raise InputError(
-                f"{tokens} tokens for {seqs} sequences need {name}: sequence i owns rows {name}[i]:{name}[i+1]"
+                f"{counted(tokens, 'token')} for {counted(seqs, 'sequence')} need {name}: sequence i owns rows"
+                f" {name}[i]:{name}[i+1]"
             )
         return list(range(seqs + 1))
     rows = listed(name, given, f"{seqs + 1} ")
     rising = all(a <= b for a, b in itertools.pairwise(rows))
     if len(rows) != seqs + 1 or rows[0] != 0 or rows[-1] != tokens or not rising:
-        raise InputError(f"{name} must rise from 0 to {tokens} tokens in {seqs + 1} numbers, got {shown(rows)}")
+        raise InputError(
+            f"{name} must rise from 0 to {counted(tokens, 'token')} in {counted(seqs + 1, 'number')}, got {shown(rows)}"
+        )
     return rows
 
 
@@ -163,7 +166,7 @@ def ends(given: Tensor | Sequence[int] | None, lengths: Tensor) -> Tensor:
             return given.to(device=lengths.device, dtype=torch.int32)
     positions = listed("ends", given, f"{seqs} ")
     if len(positions) != seqs or not all(0 <= end < 2**31 for end in positions):
-        raise InputError(f"ends must be {seqs} numbers from 0 to 2^31 - 1, got {shown(positions)}")
+        raise InputError(f"ends must be {counted(seqs, 'number')} from 0 to 2^31 - 1, got {shown(positions)}")
     return torch.tensor(positions, dtype=torch.int32, device=lengths.device)
 
 

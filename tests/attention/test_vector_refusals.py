@@ -152,7 +152,7 @@ OPERATIONS += [
     case("dense starts", lambda w: dense(starts=[0, 2]), "starts must rise from 0 to 3", "[0, 2]"),
     case("dense key_starts", lambda w: dense(key_starts=[0, 4]), "key_starts must rise from 0 to 3", "[0, 4]"),
     case("dense no key_starts", lambda w: dense(m=5, key_starts=None), "key_starts must rise from 0 to 5", "[0, 3]"),
-    case("dense ends", lambda w: dense(ends=[3, 3]), "ends must be 1 numbers", "[3, 3]"),
+    case("dense ends", lambda w: dense(ends=[3, 3]), "ends must be 1 number ", "[3, 3]"),
     case("dense sinks", lambda w: dense(sink_logits=ramp(2)), "sink_logits must be [4]", "[2]"),
     case("dense scoring", lambda w: dense(scoring={"window": 3}), "scoring must be a Scoring", "'window'"),
     case("dense backend", lambda w: dense(backend="none"), "backend", "reference", "'none'"),

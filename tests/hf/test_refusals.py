@@ -100,5 +100,5 @@ def test_caches_of_other_models():
                 mistral(ids, attention_mask=mask, past_key_values=AuraCache(llama.config))
         small = copy.deepcopy(llama.config)
         small.num_hidden_layers = 1
-        with pytest.raises(InputError, match="a model of 1 layers"):
+        with pytest.raises(InputError, match="a model of 1 layer"):
             llama(ids, past_key_values=AuraCache(small))

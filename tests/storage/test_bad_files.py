@@ -115,7 +115,7 @@ BAD = [
     (ring_file, number("highest", 0, 115), "highest cannot be 115 for a sequence of 100 tokens"),
     (ring_file, number("highest", 1, 4), "highest cannot be 4 for a sequence of 3 tokens"),
     (ring_file, number("exact_highest", 0, 2**31 - 1), "exact_highest cannot be 2147483647 for a sequence of 100"),
-    (ring_file, number("lengths", 2, 1), "highest cannot be 0 for a sequence of 1 tokens"),
+    (ring_file, number("lengths", 2, 1), "highest cannot be 0 for a sequence of 1 token"),
     (ring_file, number("exact_table", 0, 100), "exact_table names pages outside"),
     (ring_file, tensor("highest"), r"tensors are not those of a cache: missing \['highest'\]"),
     (ring_file, tensor("exact_pages"), r"missing \['exact_pages'\]"),

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from .. import backends, checks
 from ..arguments import whole
 from ..calibration.policy import FIRST, ROLLBACK, LayerPolicy, Policy, format_of
-from ..errors import InputError
+from ..errors import InputError, counted
 from .attention import NAME, register
 from .context import Context, Options
 from .key_guard import KeyGuard
@@ -113,7 +113,9 @@ class AuraCache(Cache):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx >= len(self.layers):
-            raise InputError(f"this cache was made for a model of {len(self.layers)} layers, got layer {layer_idx}")
+            raise InputError(
+                f"this cache was made for a model of {counted(len(self.layers), 'layer')}, got layer {layer_idx}"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:

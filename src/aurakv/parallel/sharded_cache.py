@@ -15,7 +15,7 @@ from .. import arguments, checks
 from ..attention.partial import Partial, merge, sink
 from ..attention.scoring import Scoring
 from ..checks import Starts
-from ..errors import CapacityError, InputError
+from ..errors import CapacityError, InputError, counted
 from ..format.codec import Format
 from ..storage.attention_call import Call, check_queries, check_step, in_pieces, own_scoring
 from ..storage.cache import KVCache
@@ -234,11 +234,11 @@ class ShardedCache:
             for seq, length in enumerate(self._lengths):
                 queries = bounds[seq + 1] - bounds[seq]
                 if queries > length and call.scoring.causal:
-                    raise InputError(f"sequence {seq} has {length} tokens, got {queries} queries")
+                    raise InputError(f"sequence {seq} has {counted(length, 'token')}, got {counted(queries, 'query')}")
                 if queries > self.whole.chunk and self._windowed:
                     raise InputError(
-                        f"{queries} queries of sequence {seq} may reach back to tokens that are no longer held:"
-                        f" attend with at most {self.whole.chunk} queries, or use step"
+                        f"{counted(queries, 'query')} of sequence {seq} may reach back to tokens that are no longer"
+                        f" held: attend with at most {counted(self.whole.chunk, 'query')}, or use step"
                     )
             return bounds, call
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import AuraError, CapacityError, FileError, InputError, PeerError
+from ..errors import AuraError, CapacityError, FileError, InputError, PeerError, counted
 from ..format.codec import Format
 from ..storage.cache import KVCache
 from ..storage.manifest import Manifest, read_json, same_names, shown
@@ -168,7 +168,7 @@ def _compare(sent: _Sent, cache: KVCache, seq: int) -> None:
     table, manifest, uncompressed = cache.page_table, sent.manifest, cache.uncompressed_table
     table.check_seq(seq)
     if cache.lengths[seq]:
-        raise InputError(f"sequence {seq} must be empty to receive one, got {cache.lengths[seq]} tokens")
+        raise InputError(f"sequence {seq} must be empty to receive one, got {counted(cache.lengths[seq], 'token')}")
     ring = (table.kept, table.pool.page_size) if table.kept is not None else (None, 0)
     checksums = {name: _digest(offset) for name, offset in _offsets(cache).items()}
     for name, ours, theirs in (
@@ -184,7 +184,7 @@ def _compare(sent: _Sent, cache: KVCache, seq: int) -> None:
             raise InputError(f"both caches must have the same {name}: {shown(ours)} here, got {shown(theirs)}")
     for each, high, length in zip(cache.page_tables, sent.highest, _lengths(cache, sent), strict=False):
         if high < length or high != each.lowered(length, high) or not each.holds_window(length, high):
-            raise FileError(f"a sequence of {sent.length} tokens cannot have been {high} long")
+            raise FileError(f"a sequence of {counted(sent.length, 'token')} cannot have been {high} long")
 
 
 def _make_room(cache: KVCache, seq: int, sent: _Sent) -> None:

@@ -131,8 +131,8 @@ def own_scoring(given: Scoring | None, kept: Kept | None, uncompressed: Uncompre
     scoring = given or (Scoring() if kept is None else Scoring(window=kept.window, sinks=kept.sinks))
     if kept is not None and (scoring.window is None or scoring.window > kept.window or scoring.sinks > kept.sinks):
         raise InputError(
-            f"this ring keeps a window of {kept.window} and {kept.sinks} sinks,"
-            f" got a window of {scoring.window} and {scoring.sinks} sinks"
+            f"this ring keeps a window of {kept.window} and {counted(kept.sinks, 'sink')},"
+            f" got a window of {scoring.window} and {counted(scoring.sinks, 'sink')}"
         )
     if kept is not None and not scoring.causal:
         raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")

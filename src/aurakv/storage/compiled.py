@@ -18,7 +18,7 @@ from ..attention.scoring import Scoring
 from ..attention.step import Step
 from ..attention.torch_ops import fake_partial, flat_pages, flat_scoring, tensor_or_none
 from ..checks import Starts
-from ..errors import CapacityError, InputError
+from ..errors import CapacityError, InputError, counted
 from ..format.codec import parse_format
 from .attention_call import Call, check_queries, check_step
 from .pages import Pages
@@ -102,7 +102,8 @@ def _refuse(new: bool, tokens: int, seqs: int, most: int, forked: bool, complete
         )
     if 0 <= most < tokens - seqs + 1:
         raise InputError(
-            f"a compiled step of this cache takes at most {most} tokens of a sequence, got {tokens} tokens"
+            f"a compiled step of this cache takes at most {counted(most, 'token')} of a sequence,"
+            f" got {counted(tokens, 'token')}"
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import backends, checks
 from ..arguments import instance, whole
-from ..errors import AuraError, BackendError, FileError, InputError, short
+from ..errors import AuraError, BackendError, FileError, InputError, counted, short
 from .cache import KVCache
 from .manifest import Manifest, read_json, same_names, shown
 from .page_table import PageTable, round_up
@@ -239,7 +239,7 @@ def _stored_table(
         highest = tensors[f"{prefix}highest"].tolist()
         for length, high in zip(lengths, highest, strict=True):
             if high < length or high != table.lowered(length, high) or not table.holds_window(length, high):
-                raise FileError(f"its {prefix}highest cannot be {high} for a sequence of {length} tokens")
+                raise FileError(f"its {prefix}highest cannot be {high} for a sequence of {counted(length, 'token')}")
     filled, width = _entries(table, highest, page_size)
     if max(filled, default=0) > width:
         raise FileError(f"its sequences must have at most {width * page_size} tokens, got {max(lengths)}")
