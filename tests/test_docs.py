@@ -13,7 +13,7 @@ import torch
 
 import aurakv
 from aurakv.errors import InputError
-from aurakv.format import levels as codebook
+from aurakv.format import levels as level_tables
 from aurakv.format import rotation
 from aurakv.format.packing import pack
 from aurakv.storage.uncompressed import Uncompressed
@@ -155,25 +155,25 @@ def _rotates(dim):
 
 
 def test_level_tables(document):
-    existing = [(name, bits) for name in codebook.TABLES for bits in codebook.CODE_BITS if _exists(name, bits)]
+    existing = [(name, bits) for name in level_tables.TABLES for bits in level_tables.CODE_BITS if _exists(name, bits)]
     rows = table(FORMAT, "table", "bits", "MSE", "SHA-256")
     assert [(name, int(bits)) for name, bits, _, _ in rows] == existing
     for name, bits, mse, digest in rows:
-        levels = codebook.table(name, int(bits))
-        assert f"{codebook.mse(levels):.6g}" == mse
+        levels = level_tables.table(name, int(bits))
+        assert f"{level_tables.mse(levels):.6g}" == mse
         assert hashlib.sha256(struct.pack(f"<{len(levels)}f", *levels)).hexdigest()[:16] == digest
         assert document["levels"](name, int(bits)) == list(levels)
 
 
 def _exists(name, bits):
     try:
-        codebook.table(name, bits)
+        level_tables.table(name, bits)
     except InputError:
         return False
     return True
 
 
-@pytest.mark.parametrize("bits", codebook.CODE_BITS)
+@pytest.mark.parametrize("bits", level_tables.CODE_BITS)
 def test_packing(document, bits):
     codes = torch.randint(2**bits, (48,), generator=torch.Generator().manual_seed(bits))
     assert document["unpack"](bytes(pack(codes, bits).tolist()), bits) == codes.tolist()

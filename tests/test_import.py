@@ -137,3 +137,9 @@ def test_a_missing_package_says_what_brings_it(line):
     code = f"import sys; sys.modules['transformers'] = None\n{guarded}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.stdout == 'this needs the package transformers: pip install "aurakv[hf]"\n', run.stderr
+
+
+def test_dir_shows_what_there_is_to_use():
+    shown = {name for name in dir(kv) if not name.startswith("_")}
+    assert set(kv.__all__) | {"errors", "storage", "parallel"} <= shown
+    assert not shown & {"TYPE_CHECKING", "annotations", "importlib", "sys"}

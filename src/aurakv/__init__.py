@@ -92,4 +92,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted({*globals(), *__all__, *_PACKAGES} - {"TYPE_CHECKING", "annotations", "importlib", "sys"})

@@ -10,7 +10,7 @@ import torch
 
 import aurakv as kv
 from aurakv.errors import InputError
-from aurakv.format import levels as codebook
+from aurakv.format import levels as level_tables
 from aurakv.format import rotation
 from aurakv.format.levels import CODE_BITS
 from aurakv.format.packing import pack, unpack
@@ -25,7 +25,7 @@ MSE = {2: 0.117482, 3: 0.0345478, 4: 0.00950101, 5: 0.00250467, 6: 6.44240e-4, 8
 
 
 def theory(codec):
-    return codebook.mse(codec.levels)
+    return level_tables.mse(codec.levels)
 
 
 def relative_error(x, codec):
@@ -42,9 +42,9 @@ def test_golden():
 
 @pytest.mark.parametrize("bits", LLOYD_MAX)
 def test_lloyd_max_levels_equal_the_specification(bits):
-    solved = codebook._solve_lloyd_max(2 ** (bits - 1))  # float64; the specification prints seven decimals of it
+    solved = level_tables._solve_lloyd_max(2 ** (bits - 1))  # float64; the specification prints seven decimals of it
     assert tuple(round(x, 7) for x in solved) == LLOYD_MAX[bits]
-    levels = codebook.lloyd_max(bits)
+    levels = level_tables.lloyd_max(bits)
     assert levels[2 ** (bits - 1) :] == tuple(np.float32(x) for x in solved)
     assert levels == tuple(-x for x in reversed(levels))
 
@@ -52,11 +52,11 @@ def test_lloyd_max_levels_equal_the_specification(bits):
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_scalar_mse_equals_theory(bits):
     """By the formula, and by quantising four million normal numbers, one from each of as many equal shares."""
-    levels = codebook.lloyd_max(bits)
-    assert codebook.mse(levels) == pytest.approx(MSE[bits], rel=1e-3)
+    levels = level_tables.lloyd_max(bits)
+    assert level_tables.mse(levels) == pytest.approx(MSE[bits], rel=1e-3)
     jitter = torch.rand(4_000_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = torch.special.ndtri((torch.arange(4_000_000) + jitter) / 4_000_000)
-    codes = torch.bucketize(x, torch.tensor(codebook.boundaries(levels), dtype=torch.float64))
+    codes = torch.bucketize(x, torch.tensor(level_tables.boundaries(levels), dtype=torch.float64))
     assert (torch.tensor(levels, dtype=torch.float64)[codes] - x).square().mean().item() == pytest.approx(
         MSE[bits], rel=1e-3
     )
@@ -65,66 +65,66 @@ def test_scalar_mse_equals_theory(bits):
 def test_each_level_is_the_mean_of_its_cell():
     """Lloyd-Max at every width to float64 accuracy: the defining equations, not a number of iterations."""
     for bits in CODE_BITS:
-        half = codebook._solve_lloyd_max(2 ** (bits - 1))
+        half = level_tables._solve_lloyd_max(2 ** (bits - 1))
         edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(half)), math.inf]
         for level, lo, hi in zip(half, edges, edges[1:], strict=False):
-            mass, first, _ = codebook._moments(lo, hi)
+            mass, first, _ = level_tables._moments(lo, hi)
             assert abs(first / mass - level) < 1e-11
-    assert codebook._solve_lloyd_max(128)[-1] == pytest.approx(4.6035356, abs=1e-7)
+    assert level_tables._solve_lloyd_max(128)[-1] == pytest.approx(4.6035356, abs=1e-7)
 
 
 @pytest.mark.parametrize(("bits", "excess"), [(2, 1e-6), (3, 3e-5), (4, 5.5e-4), (5, 6e-3), (6, 2.9e-2)])
 def test_int8_table_is_the_best_of_its_kind(bits, excess):
     """The pinned integers and divisor are what a search over divisors finds."""
-    best = codebook.lloyd_max(bits)
+    best = level_tables.lloyd_max(bits)
     half = np.array(best[2 ** (bits - 1) :])
-    assert codebook.mse(codebook.table("int8", bits)) / codebook.mse(best) - 1 < excess
+    assert level_tables.mse(level_tables.table("int8", bits)) / level_tables.mse(best) - 1 < excess
 
     def error(divisor):
         integers = np.round(half * divisor)
         if integers.max() > 126 or len(set(integers)) < len(integers):
             return math.inf
-        return codebook.mse([*(-integers[::-1] / divisor), *(integers / divisor)])
+        return level_tables.mse([*(-integers[::-1] / divisor), *(integers / divisor)])
 
     searched = min(error(round(divisor, 2)) for divisor in np.arange(20, 60, 0.01))
-    assert codebook.mse(codebook.table("int8", bits)) == pytest.approx(searched, rel=1e-6)
+    assert level_tables.mse(level_tables.table("int8", bits)) == pytest.approx(searched, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("bits", "excess"), [(2, 1e-9), (3, 2.2e-3), (4, 1.97e-2), (5, 5.8e-2), (6, 0.112), (8, 0.241)]
 )
 def test_cubic_table_is_the_best_of_its_kind(bits, excess):
-    pinned = codebook.mse(codebook.table("cubic", bits))
-    assert pinned / codebook.mse(codebook.lloyd_max(bits)) - 1 < excess
-    a, b = codebook.CUBIC[bits]
+    pinned = level_tables.mse(level_tables.table("cubic", bits))
+    assert pinned / level_tables.mse(level_tables.lloyd_max(bits)) - 1 < excess
+    a, b = level_tables.CUBIC[bits]
     x = np.arange(2**bits) - (2**bits - 1) / 2
     for da, db in ((1e-4, 0), (-1e-4, 0), (0, 1e-3), (0, -1e-3), (1e-4, -1e-3), (-1e-4, 1e-3)):
         nudged = a * (1 + da) * x * (1 + b * (1 + db) * x * x)
-        assert codebook.mse(list(nudged)) > pinned * (1 - 1e-9)
+        assert level_tables.mse(list(nudged)) > pinned * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_uniform_table_is_the_best_of_its_kind(bits):
-    levels = codebook.table("uniform", bits)
+    levels = level_tables.table("uniform", bits)
     assert np.allclose(np.diff(levels), levels[-1] - levels[-2], rtol=1e-5)
-    pinned = codebook.mse(levels)
+    pinned = level_tables.mse(levels)
     for factor in (0.9999, 1.0001):
-        assert codebook.mse([x * factor for x in levels]) > pinned
-    assert bits > 2 or pinned / codebook.mse(codebook.lloyd_max(bits)) < 1.0117
+        assert level_tables.mse([x * factor for x in levels]) > pinned
+    assert bits > 2 or pinned / level_tables.mse(level_tables.lloyd_max(bits)) < 1.0117
 
 
 @pytest.mark.parametrize(("bits", "excess"), [(5, 0.0117), (6, 0.0103), (8, 0.043)])
 def test_poly7_table_is_the_best_of_its_kind(bits, excess):
     """Neighbours of its numbers are worse, and its levels are float16 numbers but for a factor."""
-    levels = codebook.table("poly7", bits)
-    numbers = codebook.POLY7[bits]
-    assert codebook.mse(levels) / codebook.mse(codebook.lloyd_max(bits)) - 1 < excess
+    levels = level_tables.table("poly7", bits)
+    numbers = level_tables.POLY7[bits]
+    assert level_tables.mse(levels) / level_tables.mse(level_tables.lloyd_max(bits)) - 1 < excess
     unit = np.array(levels) / numbers[0]
     assert np.abs(unit / np.float16(unit) - 1).max() < 1e-7  # but for the rounding of levels to float32
     x = (2 * np.arange(2**bits) + 1) / 2**bits - 1
 
     def error(a, b, c, d):
-        return codebook.mse(list(a * x * (1 + b * x**2 + c * x**4 + d * x**6)))
+        return level_tables.mse(list(a * x * (1 + b * x**2 + c * x**4 + d * x**6)))
 
     pinned = error(*numbers)
     for i, step in enumerate((0.005, 2**-5, 2**-5, 2**-5)):
@@ -134,11 +134,11 @@ def test_poly7_table_is_the_best_of_its_kind(bits, excess):
 
 @pytest.mark.parametrize(("bits", "least", "most"), [(3, 0.005, 0.0052), (4, 0.06, 0.061)])
 def test_minifloat_table(bits, least, most):
-    levels = codebook.table("minifloat", bits)
-    pinned = codebook.mse(levels)
-    assert least < pinned / codebook.mse(codebook.lloyd_max(bits)) - 1 < most
+    levels = level_tables.table("minifloat", bits)
+    pinned = level_tables.mse(levels)
+    assert least < pinned / level_tables.mse(level_tables.lloyd_max(bits)) - 1 < most
     for factor in (0.999, 1.001):
-        assert codebook.mse([x * factor for x in levels]) > pinned
+        assert level_tables.mse([x * factor for x in levels]) > pinned
 
 
 @pytest.mark.parametrize("dim", [*DIMS, 16, 32, 48, 144, 224, 384, 1024])

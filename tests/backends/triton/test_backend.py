@@ -67,11 +67,11 @@ def test_why_not():
 def test_constants():
     """Arithmetic meets the levels, and the rotation matrix is R but for its unit."""
     from aurakv.backends.triton.common import arithmetic, specialise
-    from aurakv.format import levels as codebook
+    from aurakv.format import levels as level_tables
     from aurakv.format.rotation import rotation
 
     for name, bits in (("cubic", 4), ("cubic", 8), *(("lloyd-max", bits) for bits in (4, 5, 6, 8))):
-        levels = codebook.table(name, bits)
+        levels = level_tables.table(name, bits)
         power, *coef = arithmetic.curve(levels)
         assert power == {"cubic": 2, "lloyd-max": 0}[name]
         x = (2 * torch.arange(2**bits, dtype=torch.float64) + 1) / 2**bits - 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aurakv.format import levels as codebook
+from aurakv.format import levels as level_tables
 from aurakv.format.codec import Format
 from aurakv.format.packing import pack
 
@@ -150,7 +150,7 @@ def test_wide_codes_of_many_queries(bits: int) -> None:
     codes, memory, at = octet(bits)
     words = np.frombuffer(memory, np.uint32)
     given = {f"${16 + i}": words[at // 4 + i] for i in range(bits)}
-    numbers = codebook.POLY7[bits][1:]
+    numbers = level_tables.POLY7[bits][1:]
     order = specialise.coordinates(32, "bytes" if bits == 8 else "halves").numpy()
     mine = codes.reshape(LANES, 32)[:, order].reshape(LANES, 16, 2)
     plain = run(extend_decode.wide_asm(bits, numbers, False), given)
