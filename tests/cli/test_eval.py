@@ -14,8 +14,8 @@ import torch  # noqa: E402
 
 from aurakv.calibration import guard  # noqa: E402
 from aurakv.calibration.policy import LayerPolicy, Policy  # noqa: E402
+from aurakv.cli import arguments, eval_plot  # noqa: E402
 from aurakv.cli import eval as command  # noqa: E402
-from aurakv.cli import eval_plot  # noqa: E402
 from aurakv.evaluation import builtin, compare, ids_of, rivals  # noqa: E402
 from aurakv.evaluation.results import Results, policy_key  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
@@ -94,6 +94,7 @@ def test_a_policy_is_not_measured_silently_on_its_own_text(call, small, tmp_path
     from aurakv.calibration import policy
 
     monkeypatch.setattr(policy, "_FOLDER", tmp_path)
+    monkeypatch.setattr(arguments, "POLICIES", tmp_path)
     Policy(2, 16, (LayerPolicy("k8v4"),) * 2).save(tmp_path / "pol.json")
     code, _, err = call("eval", "--model", small, *ARGS, "--formats", "k4v4,pol")
     assert code == 0
@@ -184,6 +185,7 @@ def test_rows_of_earlier_versions_count(answer, small, tmp_path, measured, monke
     path, rows = tmp_path / "pol.json", tmp_path / "rows.json"
     Policy(2, 16, (LayerPolicy("k8v4"),) * 2).save(path)
     monkeypatch.setattr(policy, "_FOLDER", tmp_path)
+    monkeypatch.setattr(arguments, "POLICIES", tmp_path)
     assert "pol" in policy.shipped()
     args = ("eval", "--model", small, *ARGS, "--resume", rows, "--formats", f"k4v4,pol,{path}")
     before = answer(*args)["rows"]

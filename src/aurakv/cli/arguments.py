@@ -20,6 +20,7 @@ DTYPES = ("f32", "f16", "bf16")  # of models, as names of formats spell them
 UNCOMPRESSED = "none"  # the format that is no format
 AUTO = "auto"  # the format that a cache chooses by itself
 PLAIN = "plain:"  # before a format: codes alone
+POLICIES = Path(__file__).parents[1] / "calibration" / "policies"
 MAX_THREADS = 1024  # far above it, OpenMP ends the process without a sentence
 
 
@@ -162,7 +163,7 @@ def check_formats(
 
 def shipped() -> list[str]:
     """Policies that come with the package."""
-    return sorted(file.stem for file in Path(__file__).parents[1].glob("calibration/policies/*.json"))
+    return sorted(file.stem for file in POLICIES.glob("*.json"))
 
 
 @contextlib.contextmanager
