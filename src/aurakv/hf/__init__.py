@@ -1,4 +1,4 @@
-"""The door for transformers: a compressed cache for `past_key_values=` and the attention function that reads it.
+"""Integration with transformers: a compressed cache for `past_key_values=` and the attention function that reads it.
 
 Importing changes nothing; `register` or `attach` make the attention function known to transformers.
 """
