@@ -7,6 +7,7 @@ The functions below it flatten; `ops` calls them while something is being compil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,20 @@ from ..storage.pages import Pages
 from . import ops
 from .partial import Partial
 from .scoring import Scoring
+
+# What operators take of pages and scorings, as torch spells it: tensors and plain numbers. `flat_pages` and
+# `flat_scoring` make these arguments, in this order.
+_PAGES = (
+    "Tensor{} data, Tensor table, Tensor{} lengths, Tensor{} overflow, Tensor? key_offset, Tensor? value_offset,"
+    " str format, SymInt key_dim, SymInt value_dim, SymInt page_size, bool ring, SymInt pinned"
+)
+PAGES, GROWING_PAGES = _PAGES.format("", "", ""), _PAGES.format("(a!)", "(b!)", "(c!)")
+GROWN = ("data", "lengths", "overflow")  # what an append changes
+PAGES_COUNT, VALUE_DIM = 12, 8  # how many these are, and the place of value_dim among them
+SCORING = (
+    "float? scale, bool causal, SymInt? window, SymInt sinks, float? softcap, SymInt first, SymInt recent,"
+    " bool only_uncompressed, float threshold"
+)
 
 
 @torch.library.custom_op("aurakv::encode", mutates_args=())
@@ -129,75 +144,40 @@ def values(
     return result
 
 
-@torch.library.custom_op("aurakv::append", mutates_args=("data", "lengths", "overflow"))
-def _append(
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor | None,
-    data: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    overflow: Tensor,
-    key_offset: Tensor | None,
-    value_offset: Tensor | None,
-    format: str,
-    key_dim: int,
-    value_dim: int,
-    page_size: int,
-    ring: bool,
-    pinned: int,
-    backend: str | None,
-) -> None:
-    parsed = parse_format(format, key_dim, value_dim)
-    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset)
-    ops.append(pages, k, v, starts, backend=backend)
+@torch.library.custom_op(
+    "aurakv::append",
+    mutates_args=GROWN,
+    schema=f"(Tensor k, Tensor v, Tensor? starts, {GROWING_PAGES}, str? backend) -> ()",
+)
+def _append(k: Tensor, v: Tensor, starts: Tensor | None, *rest: Any) -> None:
+    *pages, backend = rest
+    ops.append(pages_of(*pages), k, v, starts, backend=backend)
 
 
 def append(pages: Pages, k: Tensor, v: Tensor, starts: Starts, backend: str | None) -> None:
     torch.ops.aurakv.append(k, v, tensor_or_none("starts", starts), *flat_pages(pages), backend)
 
 
-@torch.library.custom_op("aurakv::attend", mutates_args=("workspace",))
+@torch.library.custom_op(
+    "aurakv::attend",
+    mutates_args=("workspace",),
+    schema="(Tensor q, Tensor? starts, Tensor? ends, Tensor? sink_logits, Tensor(a!)? workspace,"
+    f" {PAGES}, {SCORING}, SymInt? splits, str precision, bool rotated, str? backend) -> (Tensor, Tensor)",
+)
 def _attend(
     q: Tensor,
     starts: Tensor | None,
     ends: Tensor | None,
     sink_logits: Tensor | None,
     workspace: Tensor | None,
-    data: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    overflow: Tensor,
-    key_offset: Tensor | None,
-    value_offset: Tensor | None,
-    format: str,
-    key_dim: int,
-    value_dim: int,
-    page_size: int,
-    ring: bool,
-    pinned: int,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    sinks: int,
-    softcap: float | None,
-    first: int,
-    recent: int,
-    only_uncompressed: bool,
-    threshold: float,
-    splits: int | None,
-    precision: str,
-    rotated: bool,
-    backend: str | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    parsed = parse_format(format, key_dim, value_dim)
-    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset)
-    scoring = Scoring(scale, causal, window, sinks, softcap, first, recent, only_uncompressed, threshold)
+    flat, (splits, precision, rotated, backend) = rest[:-4], rest[-4:]
     return ops.attend(
         q,
-        pages,
+        pages_of(*flat[:PAGES_COUNT]),
         starts,
-        scoring,
+        Scoring(*flat[PAGES_COUNT:]),
         ends=ends,
         sink_logits=sink_logits,
         splits=splits,
@@ -209,10 +189,8 @@ def _attend(
 
 
 @_attend.register_fake
-def _(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    value_dim = rest[12]
-    assert isinstance(value_dim, int)
-    return fake_partial(q, value_dim)
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return fake_partial(q, rest[4 + VALUE_DIM])
 
 
 def attend(
@@ -236,7 +214,12 @@ def attend(
     return Partial(out, lse)
 
 
-@torch.library.custom_op("aurakv::attend_dense", mutates_args=())
+@torch.library.custom_op(
+    "aurakv::attend_dense",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? key_starts, Tensor? ends, Tensor? sink_logits,"
+    f" {SCORING}, str? backend) -> (Tensor, Tensor)",
+)
 def _attend_dense(
     q: Tensor,
     k: Tensor,
@@ -245,19 +228,11 @@ def _attend_dense(
     key_starts: Tensor | None,
     ends: Tensor | None,
     sink_logits: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    sinks: int,
-    softcap: float | None,
-    first: int,
-    recent: int,
-    only_uncompressed: bool,
-    threshold: float,
-    backend: str | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    scoring = Scoring(scale, causal, window, sinks, softcap, first, recent, only_uncompressed, threshold)
-    return ops.attend_dense(q, k, v, starts, key_starts, scoring, ends=ends, sink_logits=sink_logits, backend=backend)
+    *flat, backend = rest
+    options: dict[str, Any] = {"ends": ends, "sink_logits": sink_logits, "backend": backend}
+    return ops.attend_dense(q, k, v, starts, key_starts, Scoring(*flat), **options)
 
 
 @_attend_dense.register_fake
@@ -282,13 +257,33 @@ def attend_dense(
 
 
 def flat_pages(pages: Pages) -> tuple[object, ...]:
-    """In the order of the schemas above, which is not the order of the class: tensors come first."""
+    """In the order of PAGES, which is not the order of the class: tensors come first."""
     f = pages.format
     tensors = (pages.data, pages.table, pages.lengths, pages.overflow, pages.key_offset, pages.value_offset)
     return (*tensors, f.name, f.key.dim, f.value.dim, pages.page_size, pages.ring, pages.pinned)
 
 
+def pages_of(
+    data: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    overflow: Tensor,
+    key_offset: Tensor | None,
+    value_offset: Tensor | None,
+    format: str,
+    key_dim: int,
+    value_dim: int,
+    page_size: int,
+    ring: bool,
+    pinned: int,
+) -> Pages:
+    """What `flat_pages` took apart."""
+    parsed = parse_format(format, key_dim, value_dim)
+    return Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset)
+
+
 def flat_scoring(s: Scoring) -> tuple[object, ...]:
+    """In the order of SCORING and of the class."""
     return (s.scale, s.causal, s.window, s.sinks, s.softcap, s.first, s.recent, s.only_uncompressed, s.threshold)
 
 

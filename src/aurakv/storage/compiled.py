@@ -7,7 +7,8 @@ and the first tokens that stay uncompressed are stored by a call outside.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,21 @@ from .. import backends, checks
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
 from ..attention.step import Step
-from ..attention.torch_ops import fake_partial, flat_pages, flat_scoring, tensor_or_none
+from ..attention.torch_ops import (
+    GROWING_PAGES,
+    GROWN,
+    PAGES_COUNT,
+    SCORING,
+    VALUE_DIM,
+    fake_partial,
+    flat_pages,
+    flat_scoring,
+    pages_of,
+    tensor_or_none,
+)
 from ..checks import Starts
 from ..errors import CapacityError, InputError, counted
-from ..format.codec import parse_format
+from ..format.codec import Format, parse_format
 from .attention_call import Call, check_queries, check_step
 from .pages import Pages
 
@@ -114,38 +126,29 @@ def _report(pages: Pages) -> None:
         raise CapacityError("a compiled step cannot make room for its tokens: call cache.reserve before it")
 
 
-@torch.library.custom_op("aurakv::cache_append", mutates_args=("data", "lengths", "overflow"))
-def _cache_append(
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor | None,
-    data: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    overflow: Tensor,
-    key_offset: Tensor | None,
-    value_offset: Tensor | None,
-    format: str,
-    key_dim: int,
-    value_dim: int,
-    page_size: int,
-    ring: bool,
-    pinned: int,
-    forked: bool,
-    backend: str | None,
-) -> None:
-    parsed = parse_format(format, key_dim, value_dim)
-    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset).trust()
+@torch.library.custom_op(
+    "aurakv::cache_append",
+    mutates_args=GROWN,
+    schema=f"(Tensor k, Tensor v, Tensor? starts, {GROWING_PAGES}, bool forked, str? backend) -> ()",
+)
+def _cache_append(k: Tensor, v: Tensor, starts: Tensor | None, *rest: Any) -> None:
+    *flat, forked, backend = rest
+    pages = pages_of(*flat).trust()
     pages.check()
     checks.new_tokens(k, v, pages)
     _refuse(True, 0, 1, -1, forked, True)
     rows = checks.rows_of("starts", starts, pages.seqs, k.shape[0], k.device)
-    backends.select(backend, parsed, k.device, k.dtype).append(pages, k, v, rows)
+    backends.select(backend, pages.format, k.device, k.dtype).append(pages, k, v, rows)
     _report(pages)
 
 
 @torch.library.custom_op(
-    "aurakv::cache_step", mutates_args=("data", "lengths", "overflow", "u_data", "u_lengths", "u_overflow")
+    "aurakv::cache_step",
+    mutates_args=(*GROWN, "u_data", "u_lengths", "u_overflow"),
+    schema="(Tensor q, Tensor? k, Tensor? v, Tensor? starts, Tensor? key_scale, Tensor? sink_logits,"
+    f" {GROWING_PAGES}, Tensor(d!)? u_data, Tensor? u_table, Tensor(e!)? u_lengths, Tensor(f!)? u_overflow,"
+    f" str u_format, SymInt u_page_size, SymInt u_first, SymInt u_recent, {SCORING}, SymInt? splits, str precision,"
+    " str? backend, SymInt most, bool forked, bool complete) -> (Tensor, Tensor)",
 )
 def _cache_step(
     q: Tensor,
@@ -154,53 +157,22 @@ def _cache_step(
     starts: Tensor | None,
     key_scale: Tensor | None,
     sink_logits: Tensor | None,
-    data: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    overflow: Tensor,
-    key_offset: Tensor | None,
-    value_offset: Tensor | None,
-    format: str,
-    key_dim: int,
-    value_dim: int,
-    page_size: int,
-    ring: bool,
-    pinned: int,
-    u_data: Tensor | None,
-    u_table: Tensor | None,
-    u_lengths: Tensor | None,
-    u_overflow: Tensor | None,
-    u_format: str,
-    u_page_size: int,
-    first: int,
-    recent: int,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    sinks: int,
-    softcap: float | None,
-    given_first: int,
-    given_recent: int,
-    only_uncompressed: bool,
-    threshold: float,
-    splits: int | None,
-    precision: str,
-    backend: str | None,
-    most: int,
-    forked: bool,
-    complete: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    parsed = parse_format(format, key_dim, value_dim)
-    pages = Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset).trust()
+    pages = pages_of(*rest[:PAGES_COUNT]).trust()
+    second = rest[PAGES_COUNT : PAGES_COUNT + 8]
+    first, recent = second[-2:]
+    *flat, splits, precision, backend, most, forked, complete = rest[PAGES_COUNT + 8 :]
+    given = Scoring(*flat)
     pages.check()
-    named = (given_first, given_recent) not in ((0, 0), (first, recent))
-    if named or only_uncompressed:
+    named = (given.first, given.recent) not in ((0, 0), (first, recent))
+    if named or given.only_uncompressed:
         raise InputError(
             "a cache has its own uncompressed tokens: the scoring must not name first, recent or only_uncompressed"
         )
-    if ring and not causal:
+    if pages.ring and not given.causal:
         raise InputError("a ring forgets tokens as new ones come, so its scoring must be causal")
-    scoring = Scoring(scale, causal, window, sinks, softcap, first, recent, False, threshold)
+    scoring = dataclasses.replace(given, first=first, recent=recent)
     checks.reach(pages, scoring)
     call = Call(scoring, sink_logits, checks.splits(splits), precision, key_scale)
     new = k is not None and v is not None
@@ -209,30 +181,34 @@ def _cache_step(
     else:
         check_queries(q, pages, call)
     _refuse(new, q.shape[0], pages.seqs, most, forked, complete)
-    uncompressed = None
-    if u_data is not None and u_table is not None and u_lengths is not None and u_overflow is not None:
-        u_parsed = parse_format(u_format, key_dim, value_dim)
-        kept = recent > 0
-        uncompressed = Pages(
-            u_parsed,
-            u_page_size,
-            u_data,
-            u_table,
-            u_lengths,
-            u_overflow,
-            kept,
-            -(-first // u_page_size) if kept else 0,
-        ).trust()
+    uncompressed = _second_pages(pages.format, *second)
     rows = checks.rows_of("starts", starts, pages.seqs, q.shape[0], q.device)
     step = Step(pages, rows, *call, uncompressed=uncompressed, uncompressed_too=recent > 0)
-    part = backends.select(backend, parsed, q.device, q.dtype).prepare_step(step, q, k, v)(q, k, v)
+    part = backends.select(backend, pages.format, q.device, q.dtype).prepare_step(step, q, k, v)(q, k, v)
     if new:
         _report(pages)
     return part.out, part.lse
 
 
+def _second_pages(
+    coded: Format,
+    data: Tensor | None,
+    table: Tensor,
+    lengths: Tensor,
+    overflow: Tensor,
+    format: str,
+    page_size: int,
+    first: int,
+    recent: int,
+) -> Pages | None:
+    """The pages of uncompressed tokens, if there are any: a ring where recent ones are kept."""
+    if data is None:
+        return None
+    parsed = parse_format(format, coded.key.dim, coded.value.dim)
+    pinned = -(-first // page_size) if recent else 0
+    return Pages(parsed, page_size, data, table, lengths, overflow, recent > 0, pinned).trust()
+
+
 @_cache_step.register_fake
-def _(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    value_dim = rest[13]
-    assert isinstance(value_dim, int)
-    return fake_partial(q, value_dim)
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return fake_partial(q, rest[5 + VALUE_DIM])
