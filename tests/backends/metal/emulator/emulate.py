@@ -172,7 +172,7 @@ class Library:
         """The innermost frame in the source, not in the shim."""
         frames = _run("addr2line", "-i", "-e", self._file, "0x" + offset).split("\n")
         frame = next((f for f in frames if ".metal:" in f), frames[0])
-        file, _, line = frame.split(" ")[0].rpartition(":")
+        file, _, line = frame.partition(" (discriminator")[0].rpartition(":")
         return f"line {line}" if file.endswith("source.metal") else f"{Path(file).name}, line {line}"
 
 
