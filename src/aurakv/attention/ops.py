@@ -13,6 +13,7 @@ from ..arguments import finite, instance, whole
 from ..checks import Starts
 from ..errors import InputError
 from ..format.codec import Codec, Codes, both_sides
+from ..format.fit import check_fit
 from ..storage.pages import Pages, check_offset
 from .partial import Partial
 from .scoring import Scoring
@@ -21,22 +22,31 @@ from .step import Attention
 _DEFAULT = Scoring()
 
 
-def encode(x: Tensor, codec: Codec, offset: Tensor | None = None, *, backend: str | None = None) -> Codes:
-    """Compress vectors x [..., kv_heads, dim]; the offset is [kv_heads, dim]."""
+def encode(
+    x: Tensor,
+    codec: Codec,
+    offset: Tensor | None = None,
+    *,
+    fit: Tensor | None = None,
+    backend: str | None = None,
+) -> Codes:
+    """Compress vectors x [..., kv_heads, dim]; the offset is [kv_heads, dim]. Codes are the nearest ones, or fitted as
+    `aurakv.format.fit` says."""
     if torch.compiler.is_compiling():
         from . import torch_ops
 
-        return torch_ops.encode(x, codec, offset, backend)
+        return torch_ops.encode(x, codec, offset, fit, backend)
     checks.floating("x", x)
     instance("codec", codec, Codec)
     if x.ndim < 2 or x.shape[-1] != codec.dim:
         raise InputError(f"x must be [..., kv_heads, {codec.dim}], got {list(x.shape)}")
     check_offset("offset", offset, codec, x.shape[-2], x.device)
+    check_fit("fit", fit, codec, x.shape[-2], x.device)
     chosen = backends.select(backend, both_sides(codec), x.device, x.dtype)
     if not x.numel():
         scale = x.new_empty(x.shape[:-1], dtype=codec.dtype) if codec.coded else None
         return Codes(x.new_empty((*x.shape[:-1], codec.row_bytes), dtype=torch.uint8), scale)
-    return chosen.encode(x, codec, offset)
+    return chosen.encode(x, codec, offset, fit)
 
 
 def decode(

@@ -24,11 +24,12 @@ from .scoring import Scoring
 # `flat_scoring` make these arguments, in this order.
 _PAGES = (
     "Tensor{} data, Tensor table, Tensor{} lengths, Tensor{} overflow, Tensor? key_offset, Tensor? value_offset,"
+    " Tensor? key_fit, Tensor? value_fit,"
     " str format, SymInt key_dim, SymInt value_dim, SymInt page_size, bool ring, SymInt pinned"
 )
 PAGES, GROWING_PAGES = _PAGES.format("", "", ""), _PAGES.format("(a!)", "(b!)", "(c!)")
 GROWN = ("data", "lengths", "overflow")  # what an append changes
-PAGES_COUNT, VALUE_DIM = 12, 8  # how many these are, and the place of value_dim among them
+PAGES_COUNT, VALUE_DIM = 14, 10  # how many these are, and the place of value_dim among them
 SCORING = (
     "float? scale, bool causal, SymInt? window, SymInt sinks, float? softcap, SymInt first, SymInt recent,"
     " bool only_uncompressed, float threshold"
@@ -36,20 +37,24 @@ SCORING = (
 
 
 @torch.library.custom_op("aurakv::encode", mutates_args=())
-def _encode(x: Tensor, offset: Tensor | None, codec: str, dim: int, backend: str | None) -> tuple[Tensor, Tensor]:
-    data, scale = ops.encode(x, parse_codec(codec, dim), offset, backend=backend)
+def _encode(
+    x: Tensor, offset: Tensor | None, fit: Tensor | None, codec: str, dim: int, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    data, scale = ops.encode(x, parse_codec(codec, dim), offset, fit=fit, backend=backend)
     return data, data.new_empty(0) if scale is None else scale
 
 
 @_encode.register_fake
-def _(x: Tensor, offset: Tensor | None, codec: str, dim: int, backend: str | None) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, offset: Tensor | None, fit: Tensor | None, codec: str, dim: int, backend: str | None
+) -> tuple[Tensor, Tensor]:
     parsed = parse_codec(codec, dim)
     data = x.new_empty((*x.shape[:-1], parsed.row_bytes), dtype=torch.uint8)
     return data, x.new_empty(x.shape[:-1], dtype=parsed.dtype) if parsed.coded else data.new_empty(0)
 
 
-def encode(x: Tensor, codec: Codec, offset: Tensor | None, backend: str | None) -> Codes:
-    data, scale = torch.ops.aurakv.encode(x, offset, codec.name, codec.dim, backend)
+def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None, backend: str | None) -> Codes:
+    data, scale = torch.ops.aurakv.encode(x, offset, fit, codec.name, codec.dim, backend)
     return Codes(data, scale if codec.coded else None)
 
 
@@ -259,8 +264,9 @@ def attend_dense(
 def flat_pages(pages: Pages) -> tuple[object, ...]:
     """In the order of PAGES, which is not the order of the class: tensors come first."""
     f = pages.format
-    tensors = (pages.data, pages.table, pages.lengths, pages.overflow, pages.key_offset, pages.value_offset)
-    return (*tensors, f.name, f.key.dim, f.value.dim, pages.page_size, pages.ring, pages.pinned)
+    tensors = (pages.data, pages.table, pages.lengths, pages.overflow)
+    constant = (pages.key_offset, pages.value_offset, pages.key_fit, pages.value_fit)
+    return (*tensors, *constant, f.name, f.key.dim, f.value.dim, pages.page_size, pages.ring, pages.pinned)
 
 
 def pages_of(
@@ -270,6 +276,8 @@ def pages_of(
     overflow: Tensor,
     key_offset: Tensor | None,
     value_offset: Tensor | None,
+    key_fit: Tensor | None,
+    value_fit: Tensor | None,
     format: str,
     key_dim: int,
     value_dim: int,
@@ -279,7 +287,8 @@ def pages_of(
 ) -> Pages:
     """What `flat_pages` took apart."""
     parsed = parse_format(format, key_dim, value_dim)
-    return Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, key_offset, value_offset)
+    constant = key_offset, value_offset, key_fit, value_fit
+    return Pages(parsed, page_size, data, table, lengths, overflow, ring, pinned, *constant)
 
 
 def flat_scoring(s: Scoring) -> tuple[object, ...]:

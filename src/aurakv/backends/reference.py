@@ -16,6 +16,7 @@ from torch import Tensor
 from ..attention.partial import Partial, merge, sink
 from ..attention.scoring import Scoring
 from ..attention.step import Attention, Rows, Run, Step, in_two_calls
+from ..format import fit as fitting
 from ..format.codec import Codec, Codes, Format
 from ..format.packing import pack, unpack
 from ..storage.pages import Pages
@@ -36,8 +37,8 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
     return 0
 
 
-def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
-    """x [..., kv_heads, dim]; offset [kv_heads, dim]."""
+def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None = None) -> Codes:
+    """x [..., kv_heads, dim]; offset [kv_heads, dim]; fit as in format/fit.py."""
     if not codec.coded:
         raw = x.to(
             codec.dtype, copy=True, memory_format=torch.contiguous_format
@@ -48,18 +49,42 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
     peak = y.abs().amax(-1, keepdim=True)
     unit = y / torch.where(peak > 0, peak, 1)  # keeps squares in range
     rms = unit.square().mean(-1, keepdim=True).sqrt()
-    codes = torch.bucketize(unit / torch.where(rms > 0, rms, 1), codec.boundary_tensor(x.dtype, x.device))
-    chosen = codec.level_tensor(x.dtype, x.device)[codes]
-    energy = chosen.square().sum(-1)
-    if codec.scale == "l2":
-        scale = peak[..., 0] * (unit.square().sum(-1) / energy).sqrt()
+    if fit is None:
+        codes = torch.bucketize(unit / torch.where(rms > 0, rms, 1), codec.boundary_tensor(x.dtype, x.device))
+        chosen = codec.level_tensor(x.dtype, x.device)[codes]
+        own, mixed, energy = unit.square().sum(-1), (unit * chosen).sum(-1), chosen.square().sum(-1)
     else:
-        scale = peak[..., 0] * (unit * chosen).sum(-1) / energy
+        codes, own, mixed, energy = _fitted(unit, torch.where(rms > 0, rms, 1), codec, fit)
+    scale = peak[..., 0] * ((own / energy).sqrt() if codec.scale == "l2" else mixed / energy)
     scale = torch.where((energy > 0) & (peak[..., 0] != 0), scale, 0)
     largest = torch.finfo(codec.dtype).max
     scale = scale.clamp(-largest, largest).to(codec.dtype)  # clamp keeps NaN
     damaged = ~y.isfinite().all(-1)
     return Codes(pack(codes, codec.bits), scale.masked_fill(damaged, torch.nan))
+
+
+def _fitted(y: Tensor, rms: Tensor, codec: Codec, fit: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The best codes of y [..., kv_heads, dim], and with l = levels[codes] the products y'Gy, y'Gl and l'Gl."""
+    levels, bounds = codec.level_tensor(y.dtype, y.device), codec.boundary_tensor(y.dtype, y.device)
+    lower, cost = fitting.split(fit, codec.dim, y.dtype)
+    scales = torch.tensor(fitting.SCALES, dtype=y.dtype, device=y.device)
+    z = torch.einsum("hij,...hj->...hi", lower, y)  # A y: what coordinates aim at before others have erred
+    aims = (z.movedim(-1, 0)[..., None] / (rms * scales)).contiguous()  # [dim, ..., kv_heads, scales]
+    codes = torch.empty(aims.shape, dtype=torch.int64, device=y.device)
+    if fit.shape[1]:
+        for i in range(codec.dim):
+            codes[i] = torch.bucketize(aims[i], bounds)
+            aims[i + 1 :] -= torch.einsum("hj,...hs->j...hs", lower[:, i + 1 :, i], levels[codes[i]])
+    else:
+        codes = torch.bucketize(aims, bounds)
+    at = torch.einsum("hij,j...hs->i...hs", lower, levels[codes])  # A l
+    weight, z = cost.T.view(-1, *(1,) * (y.ndim - 2), cost.shape[0], 1), z.movedim(-1, 0)[..., None]
+    mixed, energy = (weight * z * at).sum(0), (weight * at.square()).sum(0)
+    fits = torch.where(energy > 0, mixed.square() / energy, 0)
+    best = fits.argmax(-1, keepdim=True)  # the first of equals
+    codes = codes.gather(-1, best.expand(codec.dim, *best.shape))[..., 0].movedim(0, -1)
+    own = (weight * z.square()).sum((0, -1))
+    return codes, own, mixed.gather(-1, best)[..., 0], energy.gather(-1, best)[..., 0]
 
 
 def decode(codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
@@ -95,8 +120,8 @@ def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, t
 
 def append(pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:
     """Encode new tokens [tokens, kv_heads, dim], write them behind each sequence, advance the lengths."""
-    keys = encode(k, pages.format.key, pages.key_offset)
-    append_codes(pages, keys, encode(v, pages.format.value, pages.value_offset), rows)
+    keys = encode(k, pages.format.key, pages.key_offset, pages.key_fit)
+    append_codes(pages, keys, encode(v, pages.format.value, pages.value_offset, pages.value_fit), rows)
 
 
 def append_codes(pages: Pages, keys: Codes, values: Codes, rows: Rows) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..attention import ops
 from ..attention.scoring import Scoring
+from ..format import fit as fitting
 from ..format.codec import Codec, Format
 from ..format.levels import mse
 from .policy import LayerPolicy, key_and_value
@@ -128,6 +129,7 @@ def _stored(layer: LayerPolicy, k: Tensor, first: int) -> Tensor:
         return k
     key_scale = torch.ones_like(k[0]) if layer.key_scale is None else layer.key_scale.to(k.device)
     offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
-    stored = ops.decode(ops.encode(k * key_scale, codec, offset), codec, offset) / key_scale
+    fit = None if layer.key_weight is None else fitting.fit(codec, layer.key_weight).to(k.device)
+    stored = ops.decode(ops.encode(k * key_scale, codec, offset, fit=fit), codec, offset) / key_scale
     stored[:first] = k[:first]
     return stored

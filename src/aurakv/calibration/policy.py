@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ..arguments import whole
 from ..errors import FileError, InputError, short
+from ..format import fit as fitting
 from ..format.codec import Format
 from ..format.rotation import MAX_DIM
 
-KIND, VERSION = "aurakv-policy", 2
+KIND, VERSION = "aurakv-policy", 3
 FIRST, ROLLBACK = (
     4,
     32,
@@ -34,19 +35,33 @@ MAX_BYTES = 64 * 2**20  # of a file
 _LIMITS = {"layers": (1, 10_000), "kv_heads": (1, 2**16), "head_dim": (1, MAX_DIM)}  # of a model
 _UNCOMPRESSED = {"first": (0, 2**20), "recent": (0, 2**20)}
 _FIELDS = {"kind", "version", "model", "source", "first", "recent", "layers"}
-_TENSORS = ("key_offset", "value_offset", "key_scale")
-_OLD_NAMES = {1: {"key_scale": "balance"}, VERSION: {}}  # of fields of a layer, in each version of files
+_TENSORS = ("key_offset", "value_offset", "key_scale", "key_weight")
+_OLD_NAMES: dict[int, dict[str, str]] = {
+    1: {"key_scale": "balance"},
+    2: {},
+    VERSION: {},
+}  # of fields of a layer, in each version of files
 
 
 @dataclass(frozen=True)
 class LayerPolicy:
     """One KV layer. Keys are multiplied by `key_scale` and queries divided by it, which leaves every score as it is;
-    `key_offset` belongs to the scaled keys. Tensors are float32 [kv_heads, head_dim]."""
+    `key_offset` belongs to the scaled keys. With a `key_weight`, what the squared error of each channel of a scaled key
+    costs, codes are fitted (format/fit.py): those of keys by these weights, those of values by equal ones. Tensors are
+    float32 [kv_heads, head_dim]."""
 
     format: str
     key_offset: Tensor | None = None
     value_offset: Tensor | None = None
     key_scale: Tensor | None = None
+    key_weight: Tensor | None = None
+
+    def fits(self, format: Format, kv_heads: int, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
+        """How a cache of this layer rounds keys and values."""
+        if self.key_weight is None:
+            return None, None
+        key = fitting.fit(format.key, self.key_weight).to(device) if format.key.coded else None
+        return key, fitting.equal(kv_heads, device) if format.value.coded else None
 
     def with_format(self, name: str, head_dim: int) -> LayerPolicy:
         """The same layer at another format; sides at 16 bits have no offset, keys at 16 bits no key_scale."""
@@ -57,6 +72,7 @@ class LayerPolicy:
             key_offset=self.key_offset if key else None,
             value_offset=self.value_offset if value else None,
             key_scale=self.key_scale if key else None,
+            key_weight=self.key_weight if key else None,
         )
 
 
@@ -86,6 +102,8 @@ class Policy:
                     raise InputError(f"{name} of layer {number} has no meaning for vectors stored at 16 bits")
             if layer.key_scale is not None and not bool((layer.key_scale > 0).all()):
                 raise InputError(f"key_scale of layer {number} must be positive")
+            if layer.key_weight is not None and not bool((layer.key_weight > 0).all()):
+                raise InputError(f"key_weight of layer {number} must be positive")
 
     @property
     def bytes_per_token(self) -> int:

@@ -20,6 +20,10 @@ ENOUGH = 64  # tokens that can speak for those to come
 MOST = 2048  # tokens of a sequence that are looked at
 _SHORTEST = 512  # tokens of the contexts that keys are prepared for, up to what the model was made for
 _FLOOR = 1e-4  # channels weaker than this share of the mean are treated as if they had it
+# The error of nearest codes is the same in all channels, so (read / spread)^1/4 is the best key scale: it is large where
+# queries read much, and small where keys are long. Fitted codes put the error where queries read little themselves; for
+# them keys as long in one channel as in another would be best if there were no limit to the levels. Halfway is best.
+_READ_FITTED, _SPREAD_FITTED = 1 / 8, 3 / 8
 
 
 class Turns(NamedTuple):
@@ -104,8 +108,8 @@ class Moments:
             self._q2 = self._q2 + q.abs().square().mean(2).sum(0).cpu()
             self._qq = self._qq + q.square().mean(2).sum(0).cpu()
 
-    def layer(self, format: str) -> LayerPolicy:
-        """The policy of a layer with these moments."""
+    def layer(self, format: str, fitted: bool = True) -> LayerPolicy:
+        """The policy of a layer with these moments, whose codes are fitted or the nearest ones."""
         if not self.keys or self.turns is None:
             return LayerPolicy(format)
         turned = self._k / self.keys * self.turns.mean_turn()
@@ -113,9 +117,15 @@ class Moments:
         if not self.queries:
             return LayerPolicy(format, key_offset=mean.float().contiguous())
         spread = _floored(self._squares(self._k2, self._kk, self.keys) - mean.square())
-        key_scale = (_floored(self._squares(self._q2, self._qq, self.queries)) / spread).pow(0.25)
-        key_scale = key_scale / key_scale.log().mean(-1, keepdim=True).exp()
-        return LayerPolicy(format, key_offset=(mean * key_scale).float(), key_scale=key_scale.float())
+        read = _floored(self._squares(self._q2, self._qq, self.queries))
+        key_scale = _level(read.pow(_READ_FITTED) / spread.pow(_SPREAD_FITTED) if fitted else (read / spread).pow(0.25))
+        key_weight = _floored(read / key_scale.square()) if fitted else None
+        return LayerPolicy(
+            format,
+            key_offset=(mean * key_scale).float(),
+            key_scale=key_scale.float(),
+            key_weight=None if key_weight is None else _level(key_weight).float(),
+        )
 
     def _squares(self, sizes: Tensor, squares: Tensor, count: int) -> Tensor:
         """Mean squares of channels, from sums of |w|² and w² of `count` complex numbers w that positions turn."""
@@ -125,7 +135,12 @@ class Moments:
 
 
 def measured(
-    format: str, k: Tensor, q: Tensor | None = None, real: Tensor | None = None, turns: Turns | None = None
+    format: str,
+    k: Tensor,
+    q: Tensor | None = None,
+    real: Tensor | None = None,
+    turns: Turns | None = None,
+    fitted: bool = True,
 ) -> LayerPolicy:
     """Offset and key scale from the first tokens of a cache, k and q [seqs, heads, t, dim], if they are enough.
 
@@ -138,11 +153,16 @@ def measured(
         return LayerPolicy(format)
     moments = Moments(turns)
     moments.add(_rows(k, rows), None if q is None else _rows(q, rows), position.flatten()[rows] - 1)
-    return moments.layer(format)
+    return moments.layer(format, fitted)
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)[rows]
+
+
+def _level(x: Tensor) -> Tensor:
+    """x [kv_heads, dim] with 1 as the geometric mean of each head."""
+    return x / x.log().mean(-1, keepdim=True).exp()
 
 
 def _floored(x: Tensor) -> Tensor:

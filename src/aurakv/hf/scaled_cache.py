@@ -42,6 +42,7 @@ class ScaledCache:
         for name in ("key_offset", "value_offset"):
             offset = getattr(policy, name)
             given[name] = None if offset is None else offset.to(k.device)
+        given["key_fit"], given["value_fit"] = policy.fits(format, kv_heads, k.device)
         if window is None:
             cache = KVCache.contiguous(format, seqs, kv_heads, **given)
         else:
@@ -83,7 +84,11 @@ class ScaledCache:
         k = k if scale is None else scaled_keys(k, scale[:, None])
         count, past = k.shape[2], padding.total - offset
         dense = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
-        sides = (cache.format.key, cache.pool.key_offset), (cache.format.value, cache.pool.value_offset)
+        pool = cache.pool
+        sides = (
+            (cache.format.key, pool.key_offset, pool.key_fit),
+            (cache.format.value, pool.value_offset, pool.value_fit),
+        )
         for seq, tokens in enumerate(cache.lengths):
             last = tokens + count - 1
             column = padding.columns(seq)[cache.positions(seq).cpu()] - offset
@@ -98,7 +103,7 @@ class ScaledCache:
         return dense[0] if scale is None else (dense[0] / scale[:, None]).to(dtype), dense[1]
 
 
-def _round_trip(x: Tensor, codec: Codec, offset: Tensor | None, backend: str | None) -> Tensor:
+def _round_trip(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None, backend: str | None) -> Tensor:
     """What [kv_heads, t, dim] becomes when it is stored."""
-    codes = encode(x.transpose(0, 1), codec, offset, backend=backend)
+    codes = encode(x.transpose(0, 1), codec, offset, fit=fit, backend=backend)
     return decode(codes, codec, offset, dtype=x.dtype, backend=backend).transpose(0, 1)

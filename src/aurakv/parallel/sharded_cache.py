@@ -70,13 +70,15 @@ class ShardedCache:
         uncompressed: Uncompressed | None = None,
         key_offset: Tensor | None = None,
         value_offset: Tensor | None = None,
+        key_fit: Tensor | None = None,
+        value_fit: Tensor | None = None,
         backend: str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> ShardedCache:
         """Pages of a block each (or of page_size tokens) in memory that grows when it is full."""
-        offsets = {"key_offset": key_offset, "value_offset": value_offset}
+        constant = {"key_offset": key_offset, "value_offset": value_offset, "key_fit": key_fit, "value_fit": value_fit}
         pool = PagePool(
-            format, 0, block if page_size is None else page_size, kv_heads, device, growable=True, **offsets
+            format, 0, block if page_size is None else page_size, kv_heads, device, growable=True, **constant
         )
         return cls._make(pool, seqs, Whole(block, chunk, None, Uncompressed.of(uncompressed), None), backend, group)
 
@@ -97,14 +99,16 @@ class ShardedCache:
         uncompressed: Uncompressed | None = None,
         key_offset: Tensor | None = None,
         value_offset: Tensor | None = None,
+        key_fit: Tensor | None = None,
+        value_fit: Tensor | None = None,
         backend: str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> ShardedCache:
         """The last `window` tokens of each sequence and its first `sinks`; each rank has its part of them."""
         kept = Kept.of(window, sinks, chunk, rollback)
-        offsets = {"key_offset": key_offset, "value_offset": value_offset}
+        constant = {"key_offset": key_offset, "value_offset": value_offset, "key_fit": key_fit, "value_fit": value_fit}
         pool = PagePool(
-            format, 0, block if page_size is None else page_size, kv_heads, device, growable=True, **offsets
+            format, 0, block if page_size is None else page_size, kv_heads, device, growable=True, **constant
         )
         return cls._make(
             pool, seqs, Whole(block, kept.chunk, kept, Uncompressed.of(uncompressed), None), backend, group
@@ -189,8 +193,8 @@ class ShardedCache:
         shape = (self.format.name, dims, pool.kv_heads, pool.page_size)
         said = (self.whole, shape, self._lengths, self._highest, self._homes)
         digest = hashlib.sha256(repr(said).encode())
-        for offset in (pool.key_offset, pool.value_offset):
-            digest.update(b"none" if offset is None else offset.cpu().numpy().tobytes())
+        for constant in (pool.key_offset, pool.value_offset, pool.key_fit, pool.value_fit):
+            digest.update(b"none" if constant is None else constant.cpu().numpy().tobytes())
         mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
         everyone = self._group.gather(mine.to(self._group.wire(pool.device)), "the check of a sharded cache").cpu()
         other = (everyone != mine).any(1).nonzero().flatten().tolist()

@@ -258,8 +258,8 @@ def _copy(table: PageTable, seq: int, piece: range, page: _Page, out: bool) -> N
 
 
 def _offsets(cache: KVCache) -> dict[str, Tensor]:
-    both = {"key_offset": cache.pool.key_offset, "value_offset": cache.pool.value_offset}
-    return {name: offset for name, offset in both.items() if offset is not None}
+    names = ("key_offset", "value_offset", "key_fit", "value_fit")
+    return {name: constant for name in names if (constant := getattr(cache.pool, name)) is not None}
 
 
 def _digest(tensor: Tensor) -> str:

@@ -62,14 +62,15 @@ class KVCache:
         uncompressed: Uncompressed | None = None,
         key_offset: Tensor | None = None,
         value_offset: Tensor | None = None,
+        key_fit: Tensor | None = None,
+        value_fit: Tensor | None = None,
         backend: str | None = None,
     ) -> KVCache:
         """One big page per sequence, which grows when it is full. `capacity` tokens have room from the start."""
         seqs, capacity = whole("seqs", seqs, 0), whole("capacity", capacity, 0)
         pages, size = (seqs, round_up(capacity, 64)) if capacity else (0, 64)
-        pool = PagePool(
-            format, pages, size, kv_heads, device, key_offset=key_offset, value_offset=value_offset, growable=True
-        )
+        constant = {"key_offset": key_offset, "value_offset": value_offset, "key_fit": key_fit, "value_fit": value_fit}
+        pool = PagePool(format, pages, size, kv_heads, device, growable=True, **constant)
         return cls(PageTable(pool, seqs, max_width=1), uncompressed, backend)
 
     @classmethod
@@ -88,6 +89,8 @@ class KVCache:
         uncompressed: Uncompressed | None = None,
         key_offset: Tensor | None = None,
         value_offset: Tensor | None = None,
+        key_fit: Tensor | None = None,
+        value_fit: Tensor | None = None,
         backend: str | None = None,
     ) -> KVCache:
         """The last `window` tokens of each sequence and its first `sinks`, in a fixed number of pages.
@@ -96,9 +99,8 @@ class KVCache:
         pieces), and a sequence can be truncated by up to `rollback` tokens.
         """
         seqs, kept = whole("seqs", seqs, 0), Kept.of(window, sinks, chunk, rollback)
-        pool = PagePool(
-            format, 0, page_size, kv_heads, device, key_offset=key_offset, value_offset=value_offset, growable=True
-        )
+        constant = {"key_offset": key_offset, "value_offset": value_offset, "key_fit": key_fit, "value_fit": value_fit}
+        pool = PagePool(format, 0, page_size, kv_heads, device, growable=True, **constant)
         return cls(PageTable(pool, seqs, kept=kept), uncompressed, backend)
 
     @classmethod

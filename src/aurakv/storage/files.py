@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import backends, checks
 from ..arguments import instance, whole
 from ..errors import AuraError, BackendError, FileError, InputError, counted, short
+from ..format.fit import check_fit
 from .cache import KVCache
 from .manifest import Manifest, read_json, same_names, shown
 from .page_table import PageTable, round_up
@@ -32,6 +33,12 @@ _METADATA = "aurakv"
 _MAX_HEADER = 2**16  # two tables of 256 levels are 8 KiB
 MAX_NOTE = 2**20  # other texts in the metadata
 _COPY_BYTES = 2**26  # pages leave a device in pieces of about this size
+_CONSTANT = {  # tensors of a layer, not of its tokens
+    "key_offset": torch.float32,
+    "value_offset": torch.float32,
+    "key_fit": torch.float16,
+    "value_fit": torch.float16,
+}
 
 
 def save(cache: KVCache, path: str | os.PathLike[str], seqs: Sequence[int] | None = None) -> None:
@@ -64,10 +71,10 @@ def write(
         size = _uncompressed_page_size(cache, held)
         tensors |= _pack(uncompressed, chosen, size, "exact_")
         _stored_table(uncompressed, size, tensors, "exact_", held)
-    for name in ("key_offset", "value_offset"):
-        offset = getattr(cache.pool, name)
-        if offset is not None:
-            tensors[name] = offset.cpu()
+    for name in _CONSTANT:
+        constant = getattr(cache.pool, name)
+        if constant is not None:
+            tensors[name] = constant.cpu()
     storage = "ring" if table.kept is not None else "contiguous" if table.contiguous else "paged"
     text = Manifest(
         cache.format,
@@ -172,9 +179,8 @@ def _build(
         page_size,
         kv_heads,
         device,
-        key_offset=tensors["key_offset"].to(device) if "key_offset" in tensors else None,
-        value_offset=tensors["value_offset"].to(device) if "value_offset" in tensors else None,
         growable=manifest.storage != "paged",
+        **{name: tensors[name].to(device) for name in _CONSTANT if name in tensors},
     )
     cache = KVCache(PageTable(pool, 0, manifest.max_width, manifest.kept), manifest.uncompressed, backend)
     plans, held = (
@@ -207,10 +213,10 @@ def _check_tensors(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
     if manifest.uncompressed.first or manifest.uncompressed.recent:
         names |= {"exact_table", "exact_pages"} | ({"exact_highest"} if manifest.uncompressed.recent else set())
     offsets = {"key_offset": manifest.format.key, "value_offset": manifest.format.value}
-    same_names("tensors", tensors, names | (tensors.keys() & offsets.keys()))
+    same_names("tensors", tensors, names | (tensors.keys() & _CONSTANT))
     same_names("checksums", manifest.checksums, set(tensors))
     for name in sorted(tensors):
-        dtype = torch.float32 if name in offsets else torch.uint8 if name.endswith("pages") else torch.int32
+        dtype = _CONSTANT.get(name, torch.uint8 if name.endswith("pages") else torch.int32)
         if tensors[name].dtype != dtype:
             raise FileError(f"its tensor {short(name)} must be {dtype}, got {tensors[name].dtype}")
         if _digest(tensors[name]) != manifest.checksums[name]:
@@ -218,6 +224,11 @@ def _check_tensors(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
     _expect(tensors, "lengths", None)
     for name in sorted(tensors.keys() & offsets.keys()):
         _expect(tensors, name, manifest.kv_heads, offsets[name].dim)
+    for name, codec in (("key_fit", manifest.format.key), ("value_fit", manifest.format.value)):
+        try:
+            check_fit(name, tensors.get(name), codec, manifest.kv_heads, torch.device("cpu"))
+        except InputError as error:
+            raise FileError(f"its {error}") from error
 
 
 class _StoredTable(NamedTuple):

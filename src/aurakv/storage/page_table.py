@@ -274,6 +274,8 @@ class PageTable:
             self.pinned,
             pool.key_offset,
             pool.value_offset,
+            pool.key_fit,
+            pool.value_fit,
         ).trust()
 
     def check_seq(self, seq: int) -> int:

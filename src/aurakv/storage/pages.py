@@ -13,6 +13,7 @@ from torch import Tensor
 from ..arguments import instance
 from ..errors import InputError
 from ..format.codec import Codec, Codes, Format
+from ..format.fit import check_fit
 
 _HUGE, _MADV_HUGEPAGE = 2**21, 14
 SPARE_BYTES = 64  # behind the last page, so that kernels may read past the last row
@@ -42,6 +43,8 @@ class Pages:
     pinned: int = 0  # leading table entries that never wrap
     key_offset: Tensor | None = None  # [kv_heads, dim] float32, subtracted before rotation
     value_offset: Tensor | None = None
+    key_fit: Tensor | None = None  # how appended keys are rounded (format/fit.py); None: to the nearest levels
+    value_fit: Tensor | None = None
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # what was found out
 
     def __getstate__(self) -> dict[str, object]:
@@ -153,6 +156,8 @@ class Pages:
             )
         check_offset("key_offset", self.key_offset, self.format.key, self.kv_heads, self.data.device)
         check_offset("value_offset", self.value_offset, self.format.value, self.kv_heads, self.data.device)
+        check_fit("key_fit", self.key_fit, self.format.key, self.kv_heads, self.data.device)
+        check_fit("value_fit", self.value_fit, self.format.value, self.kv_heads, self.data.device)
 
     def check_values(self) -> None:
         """Refuse tables, lengths and offsets whose contents are out of range. Waits for the device."""

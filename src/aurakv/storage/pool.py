@@ -10,6 +10,7 @@ from torch import Tensor
 from ..arguments import instance, whole
 from ..errors import CapacityError, InputError, counted
 from ..format.codec import Format
+from ..format.fit import check_fit
 from .pages import allocate, check_finite, check_offset, copy_rows
 
 MAX_PAGES = 2**31 - 1  # page indices are int32
@@ -28,6 +29,8 @@ class PagePool:
         *,
         key_offset: Tensor | None = None,
         value_offset: Tensor | None = None,
+        key_fit: Tensor | None = None,
+        value_fit: Tensor | None = None,
         growable: bool = False,
     ) -> None:
         instance("format", format, Format)
@@ -40,8 +43,13 @@ class PagePool:
         check_offset("value_offset", value_offset, format.value, kv_heads, device)
         check_finite("key_offset", key_offset)
         check_finite("value_offset", value_offset)
+        check_fit("key_fit", key_fit, format.key, kv_heads, device)
+        check_fit("value_fit", value_fit, format.value, kv_heads, device)
+        check_finite("key_fit", key_fit)
+        check_finite("value_fit", value_fit)
         self.format, self.page_size, self.growable = format, page_size, growable
         self.key_offset, self.value_offset = key_offset, value_offset
+        self.key_fit, self.value_fit = key_fit, value_fit
         self.data = _allocate(format, page_size, num_pages, kv_heads, device)
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # taken from the end: lowest index first
@@ -64,8 +72,8 @@ class PagePool:
 
     @property
     def bytes_held(self) -> int:
-        offsets = sum(x.nbytes for x in (self.key_offset, self.value_offset) if x is not None)
-        return self.data.untyped_storage().nbytes() + offsets
+        constant = (self.key_offset, self.value_offset, self.key_fit, self.value_fit)
+        return self.data.untyped_storage().nbytes() + sum(x.nbytes for x in constant if x is not None)
 
     def need(self, pages: int, spare: int = 0) -> None:
         """Make sure that this many pages can be taken, or refuse with nothing changed. Growth adds spare ones."""

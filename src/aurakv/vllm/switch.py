@@ -97,4 +97,5 @@ def shard(layer: LayerPolicy, rank: int, ranks: int, kv_heads: int) -> LayerPoli
         key_offset=part(layer.key_offset),
         value_offset=part(layer.value_offset),
         key_scale=part(layer.key_scale),
+        key_weight=part(layer.key_weight),
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...attention.step import Rows
 from ...format.codec import Codec, Codes
+from ...format.fit import refuse
 from ...storage.pages import Pages
 from . import source
 from .kernels import Kernels, aligned_codes, by_rows, numbers, optional, per_vector, slots, strides
@@ -27,6 +28,7 @@ def prepare_append(
 ) -> Append:
     """Encodes and writes tokens like these; keys are multiplied by the factor [kv_heads, dim] first. `counted`: the
     lengths count them already."""
+    refuse("metal", pages.key_fit, pages.value_fit)
     claim = _prepare_claim(kernels, pages, rows, k.shape[0], counted)
     layout, format, starts = pages.format.layout(pages.page_size), pages.format, rows.starts.contiguous()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ....attention.step import Rows
 from ....format.codec import Codec, Codes
+from ....format.fit import refuse
 from ....storage.pages import Pages
 from ..common import specialise
 from ..common.launcher import Launch, most_seqs
@@ -77,6 +78,7 @@ def prepare_append(
     """`append` of tensors like k and v, which it takes by name.
 
     key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous. counted: see `Step`."""
+    refuse("triton", pages.key_fit, pages.value_fit)
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
     changed = key_scale is not None or pages.key_offset is not None, pages.value_offset is not None
     sides = (key, k.dtype, changed[0]), (value, v.dtype, changed[1])
