@@ -270,13 +270,26 @@ static void attend_all(int64_t isa, const Attend& a) {
   });
 }
 
-EXPORT void aura_encode(int64_t isa, const Encode* call) {
-  const int64_t vectors = call->n * call->heads, tiles = divide_up(vectors, LANES);
-  const int64_t batch = 16;  // tiles a thread takes at once
-  for_each(call->threads, divide_up(tiles, batch), vectors * call->codec->dim * 30, [&](int64_t i) {
+static int64_t fit_work(const Fit& f, const Codec& c) { return f.size < 0 ? 0 : c.dim * 200 + f.size * 2; }
+
+// All vectors in tiles, `batch` tiles a task. Fitted ones take long: few of them are divided among all threads.
+template <class Body> static void in_tiles(const Threads& threads, int64_t vectors, int64_t batch, bool fitted, int64_t work, Body&& body) {
+  int64_t lanes = LANES;
+  if (fitted) batch = 1, lanes = divide_up(vectors, threads.count > 1 ? threads.count : 1);
+  if (lanes > LANES) lanes = LANES;
+  if (lanes < 1) return;
+  const int64_t tiles = divide_up(vectors, lanes);
+  for_each(threads, divide_up(tiles, batch), work, [&](int64_t i) {
     for (int64_t t = i * batch; t < (i + 1) * batch && t < tiles; t++)
-      ISAS[isa]->encode(*call, t * LANES, vectors - t * LANES < LANES ? vectors - t * LANES : LANES);
+      body(t * lanes, vectors - t * lanes < lanes ? vectors - t * lanes : lanes);
   });
+}
+
+EXPORT void aura_encode(int64_t isa, const Encode* call) {
+  const int64_t vectors = call->n * call->heads;
+  const int64_t work = vectors * (call->codec->dim * 30 + fit_work(call->fit, *call->codec));
+  in_tiles(call->threads, vectors, 16, call->fit.size >= 0, work,
+           [&](int64_t first, int64_t count) { ISAS[isa]->encode(*call, first, count); });
 }
 
 // Returns 1 if a sequence did not fit (the flag of the pages is set, too).
@@ -303,11 +316,11 @@ EXPORT int64_t aura_append(int64_t isa, const Append* call) {
     overflow = 1;
     for (int64_t i = 0; i < count; i++) slots[first + i] = -1;
   }
-  const int64_t vectors = a.tokens * p.kv_heads, tiles = divide_up(vectors, LANES), batch = 8;
-  for_each(a.threads, divide_up(tiles, batch), vectors * (p.key->dim + p.value->dim) * 30, [&](int64_t i) {
-    for (int64_t t = i * batch; t < (i + 1) * batch && t < tiles; t++)
-      ISAS[isa]->append(a, slots.data(), t * LANES, vectors - t * LANES < LANES ? vectors - t * LANES : LANES);
-  });
+  const int64_t vectors = a.tokens * p.kv_heads;
+  const bool fitted = !a.coded && (p.key_fit.size >= 0 || p.value_fit.size >= 0);
+  const int64_t more = fitted ? fit_work(p.key_fit, *p.key) + fit_work(p.value_fit, *p.value) : 0;
+  in_tiles(a.threads, vectors, 8, fitted, vectors * ((p.key->dim + p.value->dim) * 30 + more),
+           [&](int64_t first, int64_t count) { ISAS[isa]->append(a, slots.data(), first, count); });
   std::memcpy(p.lengths, lengths.data(), 4 * p.seqs);
   if (overflow) *p.overflow = 1;
   return overflow;

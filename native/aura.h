@@ -5,7 +5,7 @@
 
 namespace aura {
 
-constexpr int AURA_VERSION = 5;  // raise with every change of a structure below; backends/native/abi.py has the same
+constexpr int AURA_VERSION = 6;  // raise with every change of a structure below; backends/native/abi.py has the same
 constexpr int MAX_CODED_DIM = 1024;
 constexpr int ROWS = 64;          // query rows (query x head of a group) that share one pass over the keys
 constexpr int TILE = 64;          // tokens whose scores are held at once
@@ -34,6 +34,12 @@ struct Codec {
   } keys, values, key_rest;       // key_rest: what rounding took from the levels of `keys`, in units of its own
 };
 
+// How vectors of one side are rounded: size numbers a KV head in float16, 0 for equal weights; −1: to the nearest levels.
+struct Fit {
+  const uint16_t* data;
+  int64_t size;
+};
+
 struct Pages {
   const Codec *key, *value;
   uint8_t* data;
@@ -42,6 +48,7 @@ struct Pages {
   const float *key_offset, *value_offset;  // [kv_heads, dim] or null
   int64_t num_pages, kv_heads, seqs, width, page_size, pinned, ring;
   int64_t head_bytes, key_scales, value_codes, value_scales;  // size of a piece and offsets in it
+  Fit key_fit, value_fit;
 };
 
 struct Dense {                    // uncompressed keys and values [tokens, kv_heads, dim]
@@ -87,6 +94,7 @@ struct Encode {                   // x [n, heads, dim] -> codes [n, heads, row_b
   const float* offset;
   uint8_t* codes;
   void* scales;
+  Fit fit;
   Threads threads;
 };
 

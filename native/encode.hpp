@@ -1,120 +1,30 @@
 // Encoding, lane = vector: subtract the offset, rotate, quantise, scale and pack 16 vectors at once; and the operations
 // on stored rows outside of pages: decode, scores, values.
 #pragma once
-#include "floats.hpp"
+#include "fit.hpp"
 
 namespace {
 
-// index = number of boundaries strictly below x, and the level it stands for
-#if defined(__AVX512F__)
-// The boundaries as a search tree: level j of the tree has 2^j nodes, at most 128, in registers or at least in L1.
-INLINE __m512 tree_node(const float* nodes, int count, __m512i i) {
-  if (count <= 16) return _mm512_permutexvar_ps(i, _mm512_loadu_ps(nodes));
-  __m512 x = _mm512_permutex2var_ps(_mm512_loadu_ps(nodes), i, _mm512_loadu_ps(nodes + 16));
-  for (int at = 32; at < count; at += 32) {
-    const __mmask16 here = _mm512_cmpeq_epi32_mask(_mm512_srli_epi32(i, 5), _mm512_set1_epi32(at / 32));
-    x = _mm512_mask_mov_ps(x, here, _mm512_permutex2var_ps(_mm512_loadu_ps(nodes + at), i, _mm512_loadu_ps(nodes + at + 16)));
-  }
-  return x;
-}
-template <int B> struct Quantiser {
-  alignas(64) float tree[B][B == 8 ? 128 : 32];
-  const float* levels;
-  explicit Quantiser(const Codec& c) : levels(c.levels) {
-    for (int j = 0; j < B; j++)
-      for (int i = 0; i < (B == 8 ? 128 : 32); i++) {
-        const int at = ((i & ((1 << j) - 1)) * 2 + 1) << (B - 1 - j);  // how many codes lie left of this node
-        tree[j][i] = c.bounds[at - 1];
-      }
-  }
-  INLINE void find(const Quantiser& q, v16 x, i16& code, v16& level) {
-    __m512i i = _mm512_setzero_si512();
-#pragma GCC unroll 8
-    for (int j = 0; j < B; j++) {
-      const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, tree_node(q.tree[j], 1 << j, i), _CMP_GT_OQ);
-      i = _mm512_add_epi32(i, i);
-      i = _mm512_mask_add_epi32(i, above, i, _mm512_set1_epi32(1));
-    }
-    code = (i16)i;
-    if (B <= 6) level = (v16)tree_node(q.levels, 1 << B, i);
-    else level = (v16)_mm512_i32gather_ps(i, q.levels, 4);
-  }
-};
-#else
-template <int B> struct Quantiser {
-  const Codec& c;
-  explicit Quantiser(const Codec& c) : c(c) {}
-  INLINE void find(const Quantiser& q, v16 x, i16& code, v16& level) {
-    if (B <= 4) {
-      i16 n = {};
-      v16 y = x - x + q.c.levels[0];  // climbs by one gap at each boundary passed, exact enough for sums of squares
-      for (int i = 0; i < (1 << B) - 1; i++) n -= x > q.c.bounds[i];
-      for (int l = 0; l < 16; l++) y[l] = q.c.levels[n[l]];
-      code = n, level = y;
-      return;
-    }
-    for (int l = 0; l < 16; l++) {
-      int n = 0;
-      for (int half = 1 << (B - 1); half; half >>= 1) n += x[l] > q.c.bounds[n + half - 1] ? half : 0;
-      code[l] = n, level[l] = q.c.levels[n];
-    }
-  }
-};
-#endif
-
-// Codes of a rotated tile as the words of the bit-stream, lane = vector, and the scales.
-template <int B> void quantise(const Codec& c, const v16* tile, i16* words, float* scales) {
-  const int64_t dim = c.dim;
-  const Quantiser<B> table(c);
-  v16 peak = {}, check = {};
-  for (int64_t d = 0; d < dim; d++) {
-    const v16 a = (v16)((i16)tile[d] & 0x7fffffff);
-    peak = a > peak ? a : peak;
-    check += tile[d] * 0.f;
-  }
-  const i16 exponent = 254 - ((i16)peak >> 23);
-  const v16 factor = (v16)((exponent > 1 ? exponent : exponent - exponent + 1) << 23);  // a power of two: exact
-  v16 squares = {};
-  for (int64_t d = 0; d < dim; d++) { const v16 u = tile[d] * factor; squares += u * u; }
-  v16 rms, inverse;
-  for (int l = 0; l < 16; l++) rms[l] = sqrtf(squares[l] / float(dim));
-  inverse = factor * (rms > 0 ? 1.f / rms : rms);
-  v16 energy = {}, dot = {};
-  for (int64_t i = 0; i < (dim * B + 31) / 32; i++) words[i] = (i16){};
-  for (int64_t d = 0; d < dim; d++) {
-    i16 code;
-    v16 level;
-    const v16 x = tile[d] * inverse;
-    Quantiser<B>::find(table, x, code, level);
-    energy += level * level;
-    dot += x * level;
-    const int at = int(d * B % 32);
-    words[d * B / 32] |= code << at;
-    if (at + B > 32) words[d * B / 32 + 1] |= code >> (32 - at);
-  }
-  for (int l = 0; l < 16; l++) {
-    float scale = c.lsq ? dot[l] * rms[l] / energy[l] : sqrtf(squares[l] / energy[l]);
-    scale = energy[l] > 0 && peak[l] > 0 ? scale / factor[l] : 0;
-    const float most = c.dtype == F16 ? 65504.f : 3.402823466e38f;
-    scale = scale > most ? most : scale < -most ? -most : scale;
-    scales[l] = check[l] == 0 ? scale : NAN;
-  }
-}
-
 // 16 (or fewer) float rows [count][pad], offset already taken off, to rows of codes and scales anywhere.
-inline void encode_tile(const Codec& c, const float* rows, int64_t pad, int count, uint8_t* const* to, void* const* scale_to) {
+template <int B>
+void quantise_either(const Codec& c, const Fit& f, const v16* tile, int64_t first, int64_t heads, int count, i16* words, float* scales) {
+  if (f.size < 0) quantise<B>(c, tile, words, scales);
+  else quantise_fitted<B>(c, f, tile, first, heads, count, words, scales);
+}
+inline void encode_tile(const Codec& c, const Fit& f, const float* rows, int64_t pad, int64_t first, int64_t heads, int count,
+                        uint8_t* const* to, void* const* scale_to) {
   alignas(64) v16 tile[MAX_CODED_DIM];
   alignas(64) i16 words[MAX_CODED_DIM / 4 + 16];
   float scales[16];
   to_tile(rows, pad, count, c.dim, tile);
   rotate(c, tile);
   switch (c.bits) {
-    case 2: quantise<2>(c, tile, words, scales); break;
-    case 3: quantise<3>(c, tile, words, scales); break;
-    case 4: quantise<4>(c, tile, words, scales); break;
-    case 5: quantise<5>(c, tile, words, scales); break;
-    case 6: quantise<6>(c, tile, words, scales); break;
-    default: quantise<8>(c, tile, words, scales);
+    case 2: quantise_either<2>(c, f, tile, first, heads, count, words, scales); break;
+    case 3: quantise_either<3>(c, f, tile, first, heads, count, words, scales); break;
+    case 4: quantise_either<4>(c, f, tile, first, heads, count, words, scales); break;
+    case 5: quantise_either<5>(c, f, tile, first, heads, count, words, scales); break;
+    case 6: quantise_either<6>(c, f, tile, first, heads, count, words, scales); break;
+    default: quantise_either<8>(c, f, tile, first, heads, count, words, scales);
   }
   for (int64_t b = 0; b < c.row_bytes; b += 64) {
     transpose16((v16*)words + b / 4);
@@ -125,7 +35,7 @@ inline void encode_tile(const Codec& c, const float* rows, int64_t pad, int coun
 }
 
 // Vectors [first, first + count) of x [n, heads, dim], count at most 16; each becomes x · factor − offset
-inline void encode_rows(const Codec& c, const uint8_t* x, int64_t dtype, int64_t token, int64_t head, int64_t heads,
+inline void encode_rows(const Codec& c, const Fit& f, const uint8_t* x, int64_t dtype, int64_t token, int64_t head, int64_t heads,
                         const float* factor, const float* offset, int64_t first, int64_t count, uint8_t* const* to, void* const* scale_to) {
   static thread_local Scratch scratch;
   const int64_t pad = round_up(c.dim, 16);
@@ -138,7 +48,7 @@ inline void encode_rows(const Codec& c, const uint8_t* x, int64_t dtype, int64_t
     if (offset) for (int64_t d = 0; d < c.dim; d++) rows[i * pad + d] -= offset[h * c.dim + d];
     if (c.bits == 16) store_floats(to[i], c.dtype, c.dim, rows + i * pad);
   }
-  if (c.bits != 16) encode_tile(c, rows, pad, int(count), to, scale_to);
+  if (c.bits != 16) encode_tile(c, f, rows, pad, first, heads, int(count), to, scale_to);
 }
 
 inline void encode_range(const Encode& a, int64_t first, int64_t count) {
@@ -148,7 +58,7 @@ inline void encode_range(const Encode& a, int64_t first, int64_t count) {
     to[i] = a.codes + (first + i) * a.codec->row_bytes;
     scale_to[i] = (uint8_t*)a.scales + (first + i) * a.codec->scale_bytes;
   }
-  encode_rows(*a.codec, a.x, a.dtype, a.token, a.head, a.heads, nullptr, a.offset, first, count, to, scale_to);
+  encode_rows(*a.codec, a.fit, a.x, a.dtype, a.token, a.head, a.heads, nullptr, a.offset, first, count, to, scale_to);
 }
 
 // Tokens and heads [first, first + count) into their slots (page · page_size + row, or −1: not kept).
@@ -172,7 +82,7 @@ inline void append_range(const Append& a, const int64_t* slots, int64_t first, i
       }
     }
     if (a.coded) continue;
-    encode_rows(c, side ? a.v : a.k, side ? a.v_dtype : a.k_dtype, side ? a.v_token : a.k_token,
+    encode_rows(c, side ? p.value_fit : p.key_fit, side ? a.v : a.k, side ? a.v_dtype : a.k_dtype, side ? a.v_token : a.k_token,
                 side ? a.v_head : a.k_head, p.kv_heads, side ? nullptr : a.key_scale,
                 side ? p.value_offset : p.key_offset, first, count, to, scale_to);
   }

@@ -21,7 +21,7 @@ from ..format.codec import Format
 from .guard import LOST, ON_AVERAGE, more_than, wider, with_keys
 from .policy import LayerPolicy, read_tensor, text_of
 
-KIND, VERSION = "aurakv-calibration", 1
+KIND, VERSIONS = "aurakv-calibration", (1, 2)  # 1: without weights
 DEFAULT = "k4v4"  # where nobody names a format
 WIDTHS = (2, 3, 4, 5, 6, 8)  # at which attention is measured
 MAX_BYTES = 256 * 2**20
@@ -31,12 +31,14 @@ _LAYER = {"kv_heads", "head_dim", "key_offset", "key_scale", "moved", "moved_pla
 
 @dataclass(frozen=True)
 class KeyCalibration:
-    """Of one layer. Both tensors are float32 [kv_heads, head_dim]; the offset is that of the scaled keys."""
+    """Of one layer. Tensors are float32 [kv_heads, head_dim]; the offset is that of the scaled keys. With a key weight
+    codes are fitted (`LayerPolicy`)."""
 
     key_offset: Tensor
     key_scale: Tensor
     moved: Mapping[int, float]  # nats by which attention on codes of a width moves …
     moved_plain: Mapping[int, float]  # … and without offset and scale
+    key_weight: Tensor | None = None
 
     def nats(self, bits: int, plain: bool) -> float:
         return 0.0 if bits == 16 else (self.moved_plain if plain else self.moved)[bits]
@@ -44,7 +46,8 @@ class KeyCalibration:
     def policy(self, format: str, plain: bool) -> LayerPolicy:
         if plain:
             return LayerPolicy(format)
-        whole = LayerPolicy(format, key_offset=self.key_offset, key_scale=self.key_scale)
+        tensors = {"key_offset": self.key_offset, "key_scale": self.key_scale, "key_weight": self.key_weight}
+        whole = LayerPolicy(format, **tensors)
         return whole.with_format(format, self.key_scale.shape[1])
 
 
@@ -133,12 +136,19 @@ class Calibration:
                 "head_dim": layer.key_scale.shape[1],
                 "key_offset": text_of(layer.key_offset),
                 "key_scale": text_of(layer.key_scale),
+                **({} if layer.key_weight is None else {"key_weight": text_of(layer.key_weight)}),
                 "moved": {str(bits): nats for bits, nats in layer.moved.items()},
                 "moved_plain": {str(bits): nats for bits, nats in layer.moved_plain.items()},
             }
             for number, layer in self.layers.items()
         }
-        fields = {"kind": KIND, "version": VERSION, "model": self.model, "source": self.source, "first": self.first}
+        fields = {
+            "kind": KIND,
+            "version": VERSIONS[-1],
+            "model": self.model,
+            "source": self.source,
+            "first": self.first,
+        }
         return json.dumps({**fields, "layers": layers}, indent=1) + "\n"
 
     @classmethod
@@ -150,8 +160,8 @@ class Calibration:
             raise FileError(f"a calibration is a JSON object: {error}") from error
         if not isinstance(read, dict) or set(read) != _FIELDS or read["kind"] != KIND:
             raise FileError(f"a calibration is a JSON object of kind {KIND!r} with the fields {sorted(_FIELDS)}")
-        if read["version"] != VERSION:
-            raise FileError(f"this version reads calibrations of version {VERSION}, got {short(read['version'])}")
+        if read["version"] not in VERSIONS:
+            raise FileError(f"this version reads calibrations of version {VERSIONS}, got {short(read['version'])}")
         layers, first = read["layers"], read["first"]
         if not isinstance(layers, dict) or not layers or not isinstance(first, int):
             raise FileError("a calibration has layers, by their numbers, and a number of first tokens")
@@ -171,15 +181,19 @@ class Calibration:
         except FileError as error:
             raise FileError(f"{path}: {error}") from error
 
+    @property
+    def fitted(self) -> bool:
+        return all(layer.key_weight is not None for layer in self.layers.values())
+
     @classmethod
-    def kept(cls, model: str) -> Calibration | None:
-        """What was kept for the model of this identity."""
-        path = kept_at(model)
+    def kept(cls, model: str, fitted: bool) -> Calibration | None:
+        """What was kept for the model of this identity, for codes that are fitted or the nearest ones."""
+        path = kept_at(model, fitted)
         return cls.load(path) if path.exists() else None
 
     def keep(self) -> Path:
         """For this user, under the identity of the model. The file is replaced as a whole."""
-        path = kept_at(self.model)
+        path = kept_at(self.model, self.fitted)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,8 +204,8 @@ class Calibration:
         return path
 
 
-def kept_at(model: str) -> Path:
-    return cache_folder() / "calibrations" / f"{model}.json"
+def kept_at(model: str, fitted: bool) -> Path:
+    return cache_folder() / "calibrations" / f"{model}{'-fitted' if fitted else ''}.json"
 
 
 def _number(name: str) -> int:
@@ -201,17 +215,20 @@ def _number(name: str) -> int:
 
 
 def _layer(name: str, read: Any) -> KeyCalibration:
-    if not isinstance(read, dict) or set(read) != _LAYER:
-        raise FileError(f"layer {name} of a calibration has {sorted(_LAYER)}")
+    if not isinstance(read, dict) or set(read) - {"key_weight"} != _LAYER:
+        raise FileError(f"layer {name} of a calibration has {sorted(_LAYER)}, and possibly key_weight")
     shape = (read["kv_heads"], read["head_dim"])
     if not all(type(size) is int and 0 < size < 2**20 for size in shape):
         raise FileError(f"layer {name} of a calibration has KV heads and a head_dim, got {short(shape)}")
-    offset, scale = (
-        read_tensor(f"{field} of layer {name}", read[field], shape) for field in ("key_offset", "key_scale")
+    offset, scale, weight = (
+        read_tensor(f"{field} of layer {name}", read.get(field), shape)
+        for field in ("key_offset", "key_scale", "key_weight")
     )
     if offset is None or scale is None or not bool((scale > 0).all()) or not bool(offset.isfinite().all()):
         raise FileError(f"layer {name} of a calibration has a finite key_offset and a positive key_scale")
-    return KeyCalibration(offset, scale, *(_nats(name, read[field]) for field in ("moved", "moved_plain")))
+    if weight is not None and not bool((weight > 0).all() & weight.isfinite().all()):
+        raise FileError(f"key_weight of layer {name} of a calibration must be finite and positive")
+    return KeyCalibration(offset, scale, *(_nats(name, read[field]) for field in ("moved", "moved_plain")), weight)
 
 
 def _nats(name: str, read: Any) -> dict[int, float]:

@@ -33,19 +33,21 @@ class KeyObserver:
         self._q.append(q[:room].float().cpu())
         self.tokens += k.shape[0]
 
-    def calibration(self, first: int) -> KeyCalibration:
-        """Movements are of a cache whose first tokens are uncompressed."""
-        found = self.moments.layer("k4v4")
+    def calibration(self, first: int, fitted: bool) -> KeyCalibration:
+        """Movements are of a cache whose first tokens are uncompressed, with fitted or nearest codes."""
+        found = self.moments.layer("k4v4", fitted)
         assert found.key_offset is not None
         assert found.key_scale is not None
-        layer = LayerPolicy("k4v4", _as_in_files(found.key_offset), key_scale=_as_in_files(found.key_scale))
+        offset, scale = _as_in_files(found.key_offset), _as_in_files(found.key_scale)
+        weight = None if found.key_weight is None else _as_in_files(found.key_weight)
+        layer = LayerPolicy("k4v4", offset, key_scale=scale, key_weight=weight)
         k, q = (torch.cat(parts).transpose(0, 1) for parts in (self._k, self._q))
         dim = k.shape[2]
         check = Check(k, q, self.scoring, first)
         formats = {bits: f"k{bits}v4" for bits in WIDTHS}
         moved = {bits: check.moved(layer.with_format(name, dim)) for bits, name in formats.items()}
         plain = {bits: check.moved(LayerPolicy(name)) for bits, name in formats.items()}
-        return KeyCalibration(_as_in_files(found.key_offset), _as_in_files(found.key_scale), moved, plain)
+        return KeyCalibration(offset, scale, moved, plain, weight)
 
 
 def _as_in_files(tensor: Tensor) -> Tensor:

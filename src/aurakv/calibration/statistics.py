@@ -18,11 +18,14 @@ from .policy import LayerPolicy
 SINKS = 4  # first tokens of a sequence: they attract attention, and their keys are unlike those of the others
 ENOUGH = 64  # tokens that can speak for those to come
 MOST = 2048  # tokens of a sequence that are looked at
+FITTED_ON = (
+    "cpu",
+)  # devices on which codes are fitted unless somebody says otherwise: kernels of GPUs have to be run first
 _SHORTEST = 512  # tokens of the contexts that keys are prepared for, up to what the model was made for
 _FLOOR = 1e-4  # channels weaker than this share of the mean are treated as if they had it
-# The error of nearest codes is the same in all channels, so (read / spread)^1/4 is the best key scale: it is large where
-# queries read much, and small where keys are long. Fitted codes put the error where queries read little themselves; for
-# them keys as long in one channel as in another would be best if there were no limit to the levels. Halfway is best.
+# The error of nearest codes is the same in all channels, so (read / spread)^1/4 is the best key scale: large where
+# queries read much, small where keys are long. Fitted codes themselves put the error where queries read little: without
+# a limit to the levels, keys as long in one channel as in another would be best for them. Halfway there is best.
 _READ_FITTED, _SPREAD_FITTED = 1 / 8, 3 / 8
 
 

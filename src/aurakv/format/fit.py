@@ -5,9 +5,9 @@ one coordinate after the other, and each makes up for the errors of those before
 matters; a few scales are tried, and the best result is kept. The bytes decode as always: a decoder cannot tell.
 
 The error e of a rotated vector costs e' G e with G = R diag(weight) R'. Split as G = A' diag(d) A, A lower triangular
-with ones on its diagonal, this is the sum of d_i (A e)_i^2. A `fit` is that split, in float16: [kv_heads, D (D + 1) / 2],
-the rows of A up to their diagonal, where d stands instead of 1. A fit of no numbers, [kv_heads, 0], stands for equal
-weights: no coordinate can make up for another one, and only scales are tried.
+with ones on its diagonal, this is the sum of d_i (A e)_i^2. A `fit` is that split, in float16,
+[kv_heads, D (D + 1) / 2]: the rows of A up to their diagonal, where d stands instead of 1. A fit of no numbers,
+[kv_heads, 0], stands for equal weights: no coordinate can make up for another one, and only scales are tried.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..calibration.calibration import Calibration
 from ..calibration.identity import identity_of
+from ..calibration.statistics import FITTED_ON
 from ..errors import FileError, InputError
 from .switch import Switch
 
@@ -86,7 +87,8 @@ def _kept(config: VllmConfig) -> Calibration:
     model = config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
     try:
-        found = Calibration.kept(identity_of(folder_of(model.model), overrides))
+        fitted = config.device_config.device_type in FITTED_ON
+        found = Calibration.kept(identity_of(folder_of(model.model), overrides), fitted)
     except FileError as error:
         raise InputError(f"blocks on disk are named after the calibration of their model: {error}") from error
     if found is None:

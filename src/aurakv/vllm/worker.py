@@ -33,7 +33,7 @@ from ..calibration.calibration import Calibration, KeyCalibration
 from ..calibration.identity import identity_of
 from ..calibration.observer import KeyObserver
 from ..calibration.policy import FIRST, LayerPolicy
-from ..calibration.statistics import ENOUGH, SINKS, Turns
+from ..calibration.statistics import ENOUGH, FITTED_ON, SINKS, Turns
 from ..errors import FileError, InputError
 from ..format.codec import Format
 from ..hf.support import turns
@@ -106,7 +106,8 @@ def _measured(
     switch: Switch, config: VllmConfig, model: torch.nn.Module, device: torch.device, layers: dict[int, Attention]
 ) -> dict[int, LayerPolicy]:
     identity = _identity(config)
-    found = Calibration.kept(identity) if identity else None
+    fitted = device.type in FITTED_ON
+    found = Calibration.kept(identity, fitted) if identity else None
     ranks = get_tensor_model_parallel_world_size() // copies(config)
     shapes = {number: (layer.impl.num_kv_heads * ranks, layer.head_size) for number, layer in layers.items()}
     fits = found is not None and all(
@@ -190,7 +191,9 @@ def _read(
     try:
         _forward(config, model, ids.to(device))
         seen = {
-            number: layer.impl.observer.calibration(FIRST if layer.impl.keeps_first(layer) else 0)
+            number: layer.impl.observer.calibration(
+                FIRST if layer.impl.keeps_first(layer) else 0, device.type in FITTED_ON
+            )
             for number, layer in layers.items()
         }
     finally:
@@ -268,4 +271,5 @@ def whole(parts: list[KeyCalibration], copies: int) -> KeyCalibration:
         torch.cat([part.key_scale for part in different]),
         mean("moved"),
         mean("moved_plain"),
+        None if different[0].key_weight is None else torch.cat([part.key_weight for part in different]),
     )

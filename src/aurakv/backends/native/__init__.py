@@ -77,7 +77,7 @@ class Native:
             pages.seqs, tokens, heads, pages.kv_heads, capacity, pages.format.value.dim, splits or 0
         )
 
-    def encode(self, x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
+    def encode(self, x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None = None) -> Codes:
         rows = abi.plain(x).reshape(-1, *x.shape[-2:])
         n, heads, _ = rows.shape
         data = torch.empty(*x.shape[:-1], codec.row_bytes, dtype=torch.uint8)
@@ -93,6 +93,7 @@ class Native:
             abi.pointer(offset),
             data.data_ptr(),
             abi.pointer(scale),
+            *abi.fit(fit),
             abi.thread_count(),
             abi.pool(),
         )

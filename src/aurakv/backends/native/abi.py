@@ -20,7 +20,7 @@ from ...format.rotation import base_order, hadamard
 from ...storage.pages import Pages
 
 LIBRARY = "_native.so"
-VERSION = 5  # AURA_VERSION of native/aura.h
+VERSION = 6  # AURA_VERSION of native/aura.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NAMES = {
     "avx512": "AVX-512 with VNNI and VBMI",
@@ -30,10 +30,10 @@ NAMES = {
 }
 
 # The structures of native/aura.h: Q is a pointer, q an int64_t, d a double.
-PAGES = struct.Struct("8Q11q")
+PAGES = struct.Struct("8Q11qQqQq")
 DENSE = struct.Struct("4Q4qQq")
 ATTEND = struct.Struct("4Q3q4Q3q2Qd3qd3qd2qQqQ")
-ENCODE = struct.Struct("2Q5q3QqQ")
+ENCODE = struct.Struct("2Q5q3QQqqQ")
 APPEND = struct.Struct("4Q6q3QqQqqQ")
 DECODE = struct.Struct("3Q2qQ2qQqQ")
 SCORES = struct.Struct("3Q2q2Q5qQqQ")
@@ -139,6 +139,8 @@ def pages_address(pages: Pages) -> int:
             layout.key_scales,
             layout.value_codes,
             layout.value_scales,
+            *fit(pages.key_fit),
+            *fit(pages.value_fit),
         )
         buffer = ctypes.create_string_buffer(packed, len(packed))
         known = (ctypes.addressof(buffer), buffer)
@@ -148,6 +150,11 @@ def pages_address(pages: Pages) -> int:
 
 def pointer(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def fit(x: Tensor | None) -> tuple[int, int]:
+    """The structure Fit."""
+    return (0, -1) if x is None else (x.data_ptr(), x.shape[1])
 
 
 def thread_count() -> int:
