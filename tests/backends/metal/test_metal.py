@@ -257,6 +257,7 @@ def test_the_sources_for_apples_compiler_are_whole():
     """Every specialisation says no word that Metal refuses, and names each file that it is made of."""
     found = metal_sources.sources()
     assert len(found) > 400
+    assert all(text.isascii() for text in found.values())
     for text in list(found.values())[::20]:
         translate(text)
     shaders = importlib.resources.files("aurakv.backends.metal").joinpath("shaders").iterdir()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import math
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -45,9 +46,9 @@ def chunk(codec: Codec, most: int) -> int:
 
 @functools.cache
 def _file(name: str) -> str:
-    return (
-        importlib.resources.files(__package__).joinpath("shaders").joinpath(f"{name}.metal").read_text(encoding="utf-8")
-    )
+    """A file without its comments, line for line: torch reads source as ASCII and would compile nothing else."""
+    file = importlib.resources.files(__package__).joinpath("shaders").joinpath(f"{name}.metal")
+    return re.sub(r"[ \t]*//[^\n]*", "", file.read_text(encoding="utf-8"))
 
 
 def _files(*names: str) -> str:

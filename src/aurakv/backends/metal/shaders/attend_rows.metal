@@ -74,7 +74,7 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
     float weight[GROUP];
     UNROLL for (uint h = 0; h < GROUP; ++h) {
       float s = page < 0 ? LOWEST : capped(fma(score[h], key_factor, offset[h]), factors);
-      float top = max(highest[h], simd_max(isnan(s) ? LOWEST : s)), keep = exp(highest[h] - top);
+      float top = max(highest[h], simd_max(is_nan(s) ? LOWEST : s)), keep = exp(highest[h] - top);
       float p = page < 0 ? 0.0f : exp(s - top);
       total[h] = total[h] * keep + p;
       weight[h] = page < 0 ? 0.0f : p * value_factor;

@@ -118,7 +118,7 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
       bool see = active && pages[k] >= 0 && visible(query, key, numbers);
       score[i] = see ? capped(fma(scores[team][mine + i], key_factors[k], offset), factors) : LOWEST;
       seen |= see ? 1u << i : 0u;
-      top = max(top, isnan(score[i]) ? LOWEST : score[i]);
+      top = max(top, is_nan(score[i]) ? LOWEST : score[i]);
     }
     top = max(top, simd_shuffle_xor(top, 1));
     top = max(top, simd_shuffle_xor(top, 2));

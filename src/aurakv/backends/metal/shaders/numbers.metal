@@ -6,6 +6,7 @@
 #define LOWEST (-3.0e38f)  // below every score, finite
 
 static inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
+static inline bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u; }
 static inline float not_a_number() { return as_type<float>(0x7fc00000u); }
 static inline float infinity() { return as_type<float>(0x7f800000u); }
 
