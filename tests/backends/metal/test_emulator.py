@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -173,6 +174,7 @@ REFUSED = {
     "must be device or constant": HEADER + "kernel void f(thread float* x) { x[0] = 1; }",
     "at most 31": HEADER + f"kernel void f({', '.join(f'device float* x{i}' for i in range(32))}) {{ }}",
     "refused the source": HEADER + "kernel void f(device float* x) { x[0] = y; }",
+    "torch takes source for ASCII, got '≤' at line 3": HEADER + "// 0 ≤ x",
 }
 
 
@@ -207,8 +209,34 @@ def test_arguments_follow_torch():
         add(x, 5, 0.5, [1, 20], arg_casts={3: "int64"})
     with pytest.raises(EmulationError, match="takes 4 arguments"):
         add(x, 5)
+    with pytest.raises(EmulationError, match="arg_casts is a name or a dict"):
+        add(x, 5, 0.5, [1, 20], arg_casts=["int32"])
     with pytest.raises(EmulationError, match="at most 4096 bytes"):
         add(x, 5, 0.5, [1] * 1025, arg_casts={3: "int32"})
+
+
+def test_a_kernel_is_asked_as_in_torch():
+    """The names that torch's library and kernels have, and its default group sizes."""
+    library = compile_shader(
+        HEADER
+        + """kernel void plane(device uint* x, uint2 at [[thread_position_in_grid]],
+          uint2 n [[threads_per_threadgroup]]) { x[at.y * 1500 + at.x] = n.x; }
+        kernel void line(device uint* x, uint i [[thread_position_in_grid]],
+          uint n [[threads_per_threadgroup]]) { x[i] = n; }
+        kernel void shared(device uint* x) { threadgroup uint y[8]; y[0] = 1; x[0] = y[0]; }"""
+    )
+    assert dir(library) == ["line", "plane", "shared"]
+    kernel, x, y = library.shared, torch.zeros(2, 1500, dtype=torch.int32), torch.zeros(700, dtype=torch.int32)
+    assert (kernel.max_threads_per_threadgroup, kernel.thread_execution_width) == (1024, 32)
+    assert kernel.static_thread_group_memory_length == 32
+    found = inspect.signature(kernel).parameters.values()
+    assert [p.name for p in found if p.kind is p.KEYWORD_ONLY] == [
+        "threads", "group_size", "arg_casts", "error_buf_idx",
+    ]  # fmt: skip
+    library.line(y)
+    assert set(y.tolist()) == {700}
+    library.plane(x, threads=(1500, 2))
+    assert x.tolist() == [[1024] * 1024 + [476] * 476] * 2
 
 
 def test_simd_operations_and_a_ragged_last_group():

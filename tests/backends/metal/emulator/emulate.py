@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .translate import EmulationError, Kernel, translate
+from .translate import EmulationError, Kernel, line_of, translate
 
 SHIM = Path(__file__).parent / "shim"
 CASTS = {"fp16": "e", "bf16": "bf16", "int32": "i", "int16": "h", "int8": "b", "uint8": "B"}  # torch's names
@@ -25,9 +25,10 @@ SIZES = {
     "char": 1, "uchar": 1, "bool": 1, "short": 2, "ushort": 2, "half": 2, "int": 4, "uint": 4, "float": 4, "long": 8,
     "ulong": 8,
 }  # fmt: skip
+MOST_THREADS = 1024
 MOST_BYTES = 4096  # of a list or number: Metal copies them into the command
 FLAGS = [
-    "-std=c++17", "-O1", "-g", "-fPIC", "-w", "-ffp-contract=off", "-fsingle-precision-constant",
+    "-std=c++14", "-O1", "-g", "-fPIC", "-w", "-ffp-contract=off", "-fsingle-precision-constant",
     "-fsanitize=thread,bounds,alignment",
 ]  # fmt: skip
 
@@ -79,6 +80,9 @@ class Library:
     """A compiled source. `backwards` runs lanes and simdgroups in the opposite order: results must not change."""
 
     def __init__(self, source: str, backwards: bool = False) -> None:
+        if not source.isascii():
+            at = next(i for i, c in enumerate(source) if ord(c) > 127)
+            raise EmulationError(f"torch takes source for ASCII, got {source[at]!r} at {line_of(source, at)}")
         self._backwards = backwards
         self.counts: dict[str, int] = {}
         text, kernels = translate(source)
@@ -113,19 +117,20 @@ class Library:
             )
             _run("g++", "-shared", "-Wl,-Bsymbolic", f"{unit}.o", folder / "runtime.o", "-o", out)
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Function:
         if name.startswith("_") or name not in self._kernels:
             raise AttributeError(f"no kernel {name}")
-        return functools.partial(self._launch, self._kernels[name])
+        return Function(self, self._kernels[name])
 
-    def _launch(
-        self,
-        kernel: Kernel,
-        *args: Any,
-        threads: Any = None,
-        group_size: Any = None,
-        arg_casts: Any = None,
-    ) -> None:
+    def __dir__(self) -> list[str]:
+        return list(self._kernels)
+
+    def _memory(self, kernel: Kernel) -> tuple[int, int]:
+        low, high = (getattr(self._dll, f"{end}_{kernel.name}") for end in ("lo", "hi"))
+        low.restype = high.restype = ctypes.c_void_p
+        return low() or 0, high() or 0
+
+    def _launch(self, kernel: Kernel, args: tuple[Any, ...], threads: Any, group_size: Any, arg_casts: Any) -> None:
         if len(args) != len(kernel.buffers):
             raise EmulationError(f"{kernel.name} takes {len(kernel.buffers)} arguments, got {len(args)}")
         pointers, back = (ctypes.c_void_p * len(args))(), []
@@ -146,10 +151,8 @@ class Library:
                 if not constant:
                     back.append((origin, pointers[i], size))
             grid, group = _sizes(kernel.name, threads, group_size)
-            low, high = (getattr(self._dll, f"{end}_{kernel.name}") for end in ("lo", "hi"))
-            low.restype = high.restype = ctypes.c_void_p
             run = ctypes.cast(getattr(self._dll, f"run_{kernel.name}"), ctypes.c_void_p)
-            memory = ctypes.c_void_p(low()), ctypes.c_void_p(high())
+            memory = map(ctypes.c_void_p, self._memory(kernel))
             self._dll.mtl_launch(run, pointers, grid, group, *memory, int(self._backwards), error)
             self.counts = self._counts(kernel)
             for origin, pointer, size in back:
@@ -174,6 +177,35 @@ class Library:
         frame = next((f for f in frames if ".metal:" in f), frames[0])
         file, _, line = frame.partition(" (discriminator")[0].rpartition(":")
         return f"line {line}" if file.endswith("source.metal") else f"{Path(file).name}, line {line}"
+
+
+class Function:
+    """A kernel as torch hands it out: called with arguments in order, and asked for its limits."""
+
+    thread_execution_width = 32
+    max_threads_per_threadgroup = MOST_THREADS
+
+    def __init__(self, library: Library, kernel: Kernel) -> None:
+        self._library, self._kernel = library, kernel
+
+    @property
+    def static_thread_group_memory_length(self) -> int:
+        low, high = self._library._memory(self._kernel)
+        return high - low
+
+    def __call__(
+        self,
+        *args: Any,
+        threads: Any = None,
+        group_size: Any = None,
+        arg_casts: Any = None,
+        error_buf_idx: Any = None,
+    ) -> None:
+        if error_buf_idx is not None:
+            raise EmulationError(f"{self._kernel.name}: an error buffer is not emulated")
+        if arg_casts is not None and not isinstance(arg_casts, (str, dict)):
+            raise EmulationError(f"{self._kernel.name}: arg_casts is a name or a dict of names, got {arg_casts!r}")
+        self._library._launch(self._kernel, args, threads, group_size, arg_casts)
 
 
 def _tensor(where: str, x: torch.Tensor) -> tuple[int, int, int]:
@@ -211,7 +243,8 @@ def _sizes(name: str, threads: Any, group_size: Any) -> tuple[Any, Any]:
     if threads is None:
         raise EmulationError(f"{name}: the number of threads is undefined")
     grid = row(threads)
-    group = row(group_size) if group_size is not None else (min(grid[0], 1024), 1, 1)[: len(grid)]
+    widest = min(grid[0], MOST_THREADS) if len(grid) == 1 else MOST_THREADS  # torch's defaults
+    group = row(group_size) if group_size is not None else (widest, 1, 1)[: len(grid)]
     if not 1 <= len(grid) == len(group) <= 3 or min(*grid, *group) < 1:
         raise EmulationError(f"{name}: threads and group_size must be as many positive numbers, got {grid} and {group}")
     return tuple((ctypes.c_uint * 3)(*(*size, 1, 1)[:3]) for size in (grid, group))
