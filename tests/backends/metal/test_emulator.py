@@ -166,6 +166,8 @@ REFUSED = {
     "Metal has no double": HEADER + "kernel void f(device float* x) { double y = 1; x[0] = float(y); }",
     "Metal has no goto": HEADER + "kernel void f(device float* x) { goto end; end: x[0] = 1; }",
     "Metal has no new": HEADER + "kernel void f(device float* x) { x[0] = *new float; }",
+    "Metal has no throw": HEADER + "kernel void f(device float* x) { if (x[0] > 1) throw 1; }",
+    "Metal has no malloc": HEADER + "kernel void f(device float* x) { x[0] = *(device float*)malloc(4); }",
     "no address space, at line 3": HEADER + "static float g(const float* x) { return *x; }",
     "recursion: g calls h calls g": HEADER
     + "static int h(int x);\nstatic int g(int x) { return h(x); }\nstatic int h(int x) { return g(x); }",
@@ -223,11 +225,13 @@ def test_a_kernel_is_asked_as_in_torch():
           uint2 n [[threads_per_threadgroup]]) { x[at.y * 1500 + at.x] = n.x; }
         kernel void line(device uint* x, uint i [[thread_position_in_grid]],
           uint n [[threads_per_threadgroup]]) { x[i] = n; }
+        [[max_total_threads_per_threadgroup(2 * 32)]]
         kernel void shared(device uint* x) { threadgroup uint y[8]; y[0] = 1; x[0] = y[0]; }"""
     )
     assert dir(library) == ["line", "plane", "shared"]
     kernel, x, y = library.shared, torch.zeros(2, 1500, dtype=torch.int32), torch.zeros(700, dtype=torch.int32)
-    assert (kernel.max_threads_per_threadgroup, kernel.thread_execution_width) == (1024, 32)
+    assert (library.line.max_threads_per_threadgroup, kernel.max_threads_per_threadgroup) == (1024, 64)
+    assert kernel.thread_execution_width == 32
     assert kernel.static_thread_group_memory_length == 32
     found = inspect.signature(kernel).parameters.values()
     assert [p.name for p in found if p.kind is p.KEYWORD_ONLY] == [
@@ -237,6 +241,8 @@ def test_a_kernel_is_asked_as_in_torch():
     assert set(y.tolist()) == {700}
     library.plane(x, threads=(1500, 2))
     assert x.tolist() == [[1024] * 1024 + [476] * 476] * 2
+    with pytest.raises(EmulationError, match="a threadgroup of 65 threads: at most 64"):
+        kernel(x, threads=65, group_size=65)
 
 
 def test_simd_operations_and_a_ragged_last_group():

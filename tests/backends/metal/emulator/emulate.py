@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .translate import EmulationError, Kernel, line_of, translate
+from .translate import MOST_THREADS, EmulationError, Kernel, line_of, translate
 
 SHIM = Path(__file__).parent / "shim"
 CASTS = {"fp16": "e", "bf16": "bf16", "int32": "i", "int16": "h", "int8": "b", "uint8": "B"}  # torch's names
@@ -25,7 +26,6 @@ SIZES = {
     "char": 1, "uchar": 1, "bool": 1, "short": 2, "ushort": 2, "half": 2, "int": 4, "uint": 4, "float": 4, "long": 8,
     "ulong": 8,
 }  # fmt: skip
-MOST_THREADS = 1024
 MOST_BYTES = 4096  # of a list or number: Metal copies them into the command
 FLAGS = [
     "-std=c++14", "-O1", "-g", "-fPIC", "-w", "-ffp-contract=off", "-fsingle-precision-constant",
@@ -150,7 +150,8 @@ class Library:
                 ctypes.memmove(pointers[i], origin, size)
                 if not constant:
                     back.append((origin, pointers[i], size))
-            grid, group = _sizes(kernel.name, threads, group_size)
+            most = Function(self, kernel).max_threads_per_threadgroup
+            grid, group = _sizes(kernel.name, threads, group_size, most)
             run = ctypes.cast(getattr(self._dll, f"run_{kernel.name}"), ctypes.c_void_p)
             memory = map(ctypes.c_void_p, self._memory(kernel))
             self._dll.mtl_launch(run, pointers, grid, group, *memory, int(self._backwards), error)
@@ -183,10 +184,13 @@ class Function:
     """A kernel as torch hands it out: called with arguments in order, and asked for its limits."""
 
     thread_execution_width = 32
-    max_threads_per_threadgroup = MOST_THREADS
 
     def __init__(self, library: Library, kernel: Kernel) -> None:
         self._library, self._kernel = library, kernel
+
+    @property
+    def max_threads_per_threadgroup(self) -> int:
+        return min(MOST_THREADS, getattr(self._library._dll, f"most_{self._kernel.name}")())
 
     @property
     def static_thread_group_memory_length(self) -> int:
@@ -236,17 +240,19 @@ def _bytes(where: str, kind: str, value: Any, cast: str) -> bytes:
     return data
 
 
-def _sizes(name: str, threads: Any, group_size: Any) -> tuple[Any, Any]:
+def _sizes(name: str, threads: Any, group_size: Any, most: int) -> tuple[Any, Any]:
     def row(given: Any) -> tuple[int, ...]:
         return (given,) if isinstance(given, int) else tuple(given)
 
     if threads is None:
         raise EmulationError(f"{name}: the number of threads is undefined")
     grid = row(threads)
-    widest = min(grid[0], MOST_THREADS) if len(grid) == 1 else MOST_THREADS  # torch's defaults
+    widest = min(grid[0], most) if len(grid) == 1 else most  # torch's defaults
     group = row(group_size) if group_size is not None else (widest, 1, 1)[: len(grid)]
     if not 1 <= len(grid) == len(group) <= 3 or min(*grid, *group) < 1:
         raise EmulationError(f"{name}: threads and group_size must be as many positive numbers, got {grid} and {group}")
+    if math.prod(group) > most:
+        raise EmulationError(f"{name}: a threadgroup of {math.prod(group)} threads: at most {most}")
     return tuple((ctypes.c_uint * 3)(*(*size, 1, 1)[:3]) for size in (grid, group))
 
 

@@ -19,12 +19,14 @@ NUMBERS = {
     "threads_per_simdgroup": "32",
 }
 MOST_BUFFERS = 31
+MOST_THREADS = 1024
+LIMIT = r"(?:\[\[\s*max_total_threads_per_threadgroup\((.*?)\)\s*\]\]\s*)?"
 FORBIDDEN = (
     "double", "goto", "try", "catch", "throw", "new", "delete", "virtual", "dynamic_cast", "typeid", "std", "asm",
     "thread_local", "malloc", "wchar_t",
 )  # fmt: skip
 SCALARS = "bool|char|uchar|short|ushort|int|uint|long|ulong|float|half|size_t|atomic_int|atomic_uint"
-TYPE = rf"(?:(?:{SCALARS})[234]?|simdgroup_(?:float|half)8x8|auto|T)"
+TYPE = rf"(?:(?:packed_)?(?:{SCALARS})[234]?|simdgroup_(?:float|half)8x8|auto|T)"
 SPACES = "device|constant|threadgroup|thread"
 
 
@@ -58,7 +60,7 @@ def line_of(text: str, at: int) -> str:
 class Kernel:
     """One signature: the buffers in order, and the call that glue makes for each thread."""
 
-    def __init__(self, name: str, parameters: list[str]) -> None:
+    def __init__(self, name: str, parameters: list[str], most: str | None = None) -> None:
         self.name = name
         self.buffers: dict[int, tuple[str, str, bool]] = {}  # index: name, type, constant
         call, kinds = [], set()
@@ -93,6 +95,7 @@ class Kernel:
         self.glue = (
             f'extern "C" {{ extern char __start_{section}[] __attribute__((weak)), __stop_{section}[]'
             " __attribute__((weak));\n"
+            f"unsigned most_{name}() {{ return {most or MOST_THREADS}; }}\n"
             f"char *lo_{name}() {{ return __start_{section}; }} char *hi_{name}() {{ return __stop_{section}; }}\n"
             f"MTL_QUIET void run_{name}(void** a) {{ const auto& i = mtl::ids(); (void)i; {name}({', '.join(call)}); }}"
             " }\n"
@@ -108,13 +111,13 @@ def translate(source: str) -> tuple[str, list[Kernel]]:
     text = blank(source)
     refuse(text)
     kernels, out, last = [], [], 0
-    for match in re.finditer(r"\bkernel\s+void\s+(\w+)\s*\(", text):
+    for match in re.finditer(LIMIT + r"\bkernel\s+void\s+(\w+)\s*\(", text):
         end = closing(text, match.end() - 1, "()")
         inner = re.sub(r"\[\[.*?\]\]", lambda m: m[0].replace(",", " "), text[match.end() : end])
-        kernels.append(Kernel(match[1], [p for p in inner.split(",") if p.strip()]))
+        kernels.append(Kernel(match[2], [p for p in inner.split(",") if p.strip()], match[1]))
         start = text.index("{", end)
         stop = closing(text, start, "{}")
-        out += [_outside(text[last:start]), _memory(match[1], text[start:stop])]
+        out += [_outside(text[last:start]), _memory(match[2], text[start:stop])]
         last = stop
     return "".join(out) + _outside(text[last:]), kernels
 

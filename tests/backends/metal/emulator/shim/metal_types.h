@@ -33,6 +33,10 @@ template <class T, int N> struct vec;
 MTL_VEC(2, 2, (T a, T b), x(a) MTL_COMMA y(b), x, y)
 MTL_VEC(3, 4, (T a, T b, T c), x(a) MTL_COMMA y(b) MTL_COMMA z(c), x, y, z)
 MTL_VEC(4, 4, (T a, T b, T c, T d), x(a) MTL_COMMA y(b) MTL_COMMA z(c) MTL_COMMA w(d), x, y, z, w)
+template <class T, int N> struct packed_vec {  // aligned like one number
+  T c[N];
+  MTL_INLINE operator vec<T, N>() const { vec<T, N> r; for (int i = 0; i < N; ++i) r[i] = c[i]; return r; }
+};
 template <class T> struct same { typedef T type; };
 #define MTL_OP(o)                                                                                     \
   template <class T, int N> MTL_INLINE vec<T, N> operator o(const vec<T, N>& a, const vec<T, N>& b) { \
@@ -77,3 +81,4 @@ inline uint popcount(uint x) { return uint(__builtin_popcount(x)); }
 #define MTL_ALIAS(T) \
   typedef metal::vec<T, 2> T##2; typedef metal::vec<T, 3> T##3; typedef metal::vec<T, 4> T##4;
 MTL_ALIAS(uchar) MTL_ALIAS(ushort) MTL_ALIAS(short) MTL_ALIAS(int) MTL_ALIAS(uint) MTL_ALIAS(ulong) MTL_ALIAS(float) MTL_ALIAS(half)
+typedef metal::packed_vec<uint, 2> packed_uint2; typedef metal::packed_vec<uint, 3> packed_uint3; typedef metal::packed_vec<uint, 4> packed_uint4;
