@@ -50,8 +50,8 @@ BROKEN = {  # what: error, the case that finds it, what is replaced, by what
     ),
     "a shuffle in divergent code": (
         "divergence", "sink-logits-minus-inf",
-        "float level = key_number(words, i, key_level);\n          UNROLL for (uint h = 0; h < GROUP",
-        "float level = 0; if (its_page >= 0) level = key_number(words, i, key_level);\n for (uint h = 0; h < GROUP",
+        "float level = key_number(words + t * KEY_WORDS, i, key_level);\n            UNROLL",
+        "float level = 0; if (its_page >= 0) level = key_number(words + t * KEY_WORDS, i, key_level);\n UNROLL",
     ),
     "a misaligned row of codes": (
         "misaligned", "sink-logits-minus-inf",
@@ -61,6 +61,12 @@ BROKEN = {  # what: error, the case that finds it, what is replaced, by what
         "race: .* writes device", "splits-7", "ulong to = ulong(split) *", "ulong to = ulong(0) *",
     ),
     "a mask that sees the future": ("differs by", "sink-logits-minus-inf", "!N_CAUSAL || key <= query", "true"),
+    "halves of codes that are not exchanged": (
+        "differs by", "sink-logits-minus-inf", "words[SIDE_WORDS + i], 1);".replace("SIDE", "KEY"), "words[i], 1);",
+    ),
+    "a threshold that keeps light keys": (
+        "differs by", "threshold", "needed = needed || (page >= 0 && !(s < least))", "needed = page >= 0 && s < least",
+    ),
     "a maximum that is not carried": ("differs by|NaN", "peaked", "total *= keep;", ""),
 }  # fmt: skip
 

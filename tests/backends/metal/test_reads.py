@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import aurakv as kv
 from aurakv.attention.step import Attention, Rows
+from aurakv.backends import reference
 from aurakv.backends.metal import Metal
 from aurakv.storage.cache import KVCache
 from tests.backends.metal import emulator
@@ -30,16 +33,28 @@ class Counting:
 
 
 def counts(kernel, group, queries=1, scoring=None, name="k4v4"):
+    found, format, _ = launched(kernel, group, queries, scoring or kv.Scoring(), name)
+    return found, format
+
+
+def launched(kernel, group, queries, scoring, name="k4v4", heavy=None, damaged=None, splits=None):
+    """What a launch did, the format, and the differences of out and lse from the reference without a threshold. All
+    queries look for one heavy key; a value is damaged."""
     counting = Counting()
     backend = Metal("counted", "cpu", counting)
     torch.manual_seed(0)
     cache = KVCache.contiguous(kv.Format.parse(name, DIM), 1, 2, backend="reference")
     k, v = torch.randn(2, TOKENS, 2, DIM)
+    q = torch.randn(queries, 2 * group, DIM)
+    if heavy is not None:
+        q = 3 * k[heavy].repeat_interleave(group, 0).expand(queries, -1, -1)
+    if damaged is not None:
+        v[damaged] = torch.nan
     cache.append(k, v, [0, TOKENS])
     rows = Rows(torch.tensor([0, queries], dtype=torch.int32), single=queries == 1)
-    q, scoring = torch.randn(queries, 2 * group, DIM), scoring or kv.Scoring()
-    backend.attend(q, Attention(cache.pages, rows, scoring))
-    return counting.counts(kernel), cache.format
+    got = backend.attend(q, Attention(cache.pages, rows, scoring, splits=splits))
+    want = reference.attend(q, Attention(cache.pages, rows, dataclasses.replace(scoring, threshold=0.0)))
+    return counting.counts(kernel), cache.format, kv.Partial(got.out - want.out, got.lse - want.lse)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +70,35 @@ def test_only_the_window_is_read():
     found, format = counts("attend_rows", 4, scoring=kv.Scoring(window=20, sinks=3))
     assert found["keys read"] == 23 * 2 * format.key.bytes_per_vector
     assert found["values read"] == 23 * 2 * format.value.bytes_per_vector
+
+
+KERNELS = [("attend_rows", 4, 1), ("attend_tiles", 8, 1), ("attend_tiles", 4, 8)]
+
+
+@pytest.mark.parametrize(("kernel", "group", "queries"), KERNELS)
+@pytest.mark.parametrize(("heavy", "splits"), [(0, 3), (TOKENS - 9, 3), (40, 1)])
+def test_values_that_do_not_count_are_not_read(kernel, group, queries, heavy, splits):
+    """A split knows of heavy keys in its own blocks, the first and the last: of other values it reads only scales."""
+    scoring = kv.Scoring(threshold=1e-4)
+    found, format, difference = launched(kernel, group, queries, scoring, heavy=heavy, splits=splits)
+    rows = 1 if heavy != 40 else 32 + 1  # what lies before it was read before it was known
+    read = (found["values read"] - TOKENS * 2 * format.value.scale_bytes) // (2 * format.value.row_bytes)
+    assert 1 <= read <= rows
+    assert difference.out.abs().max() < 1e-4 * TOKENS
+    assert difference.lse.abs().max() < 1e-4  # of about 38
+
+
+@pytest.mark.parametrize(("kernel", "group", "queries"), KERNELS)
+def test_all_values_are_read_that_may_count(kernel, group, queries):
+    """Weights above the threshold, damaged values whatever their weight, and vectors: reading shows their damage."""
+    scoring = kv.Scoring(threshold=1e-6)
+    found, format, difference = launched(kernel, group, queries, scoring)
+    assert found["values read"] == TOKENS * 2 * format.value.bytes_per_vector
+    assert difference.out.abs().max() < 1e-5
+    for name in ("k4v4", "k4v16"):
+        *_, difference = launched(kernel, group, queries, scoring, name, heavy=0, damaged=50)
+        assert difference.out.isnan().all()
+        assert difference.lse.abs().max() < 1e-4  # of about 38
 
 
 def test_simd_operations_of_a_decode():

@@ -5,6 +5,7 @@ Keys come from one or two places: pages of codes, and pages of tokens that are k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -123,6 +124,7 @@ def _prepare_reader(
         "FIRST": scoring.first,
         "RECENT": scoring.recent,
         "ONLY_UNCOMPRESSED": scoring.only_uncompressed,
+        "SKIPS": scoring.threshold > 0 and place.format.value.coded,  # vectors are read to find damage
     }
     given = numbers(**place.given, **rules, GROUP=group, ROWS=tokens * group + SPARE_ROWS, SPLITS=count)
     sizes: dict[str, Any]
@@ -132,10 +134,10 @@ def _prepare_reader(
     else:
         kernel = kernels.library(source.attend_tiles(place.format, simds, place.dense)).attend_tiles
         sizes = {"threads": (count * simds * 32, kv_heads, max(1, tiles)), "group_size": (simds * 32, 1, 1)}
-    cap = [float(scoring.softcap or 0)]
+    factors = [float(scoring.softcap or 0), math.log(scoring.threshold) if scoring.threshold > 0 else 0.0]
 
     def read(tensors: tuple[Tensor, ...]) -> None:
-        kernel(*tensors, given, cap, **sizes, arg_casts={len(tensors): "int32"})
+        kernel(*tensors, given, factors, **sizes, arg_casts={len(tensors): "int32"})
 
     return count, read
 

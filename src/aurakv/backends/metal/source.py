@@ -28,8 +28,8 @@ SHUFFLED_BITS = 5  # a simdgroup holds as many levels as it has lanes
 NUMBERS = (
     "SEQS", "TOKENS", "HEADS", "KV_HEADS", "GROUP", "ROWS", "KEYS", "STRIDE", "HEAD_STRIDE", "PAGE_SIZE", "WIDTH",
     "PINNED", "PAGES", "PIECE", "RING", "COUNTED", "ROW", "SCALE", "CODES", "SCALES", "KEY_CODES", "KEY_SCALES",
-    "VALUE_CODES", "VALUE_SCALES", "CAUSAL", "WINDOW", "SINKS", "FIRST", "RECENT", "ONLY_UNCOMPRESSED", "SPLITS",
-    "MORE_SPLITS", "ROTATED", "HAS_OFFSET", "HAS_FACTOR", "HAS_LOGITS",
+    "VALUE_CODES", "VALUE_SCALES", "CAUSAL", "WINDOW", "SINKS", "FIRST", "RECENT", "ONLY_UNCOMPRESSED", "SKIPS",
+    "SPLITS", "MORE_SPLITS", "ROTATED", "HAS_OFFSET", "HAS_FACTOR", "HAS_LOGITS",
 )  # fmt: skip
 
 
@@ -41,7 +41,8 @@ def lanes(codec: Codec) -> int:
 def chunk(codec: Codec, most: int) -> int:
     """The widest equal pieces of a vector's channels, padded to 16, that are at most so wide."""
     units = -(-codec.dim // 16)
-    return 16 * max(n for n in range(1, most // 16 + 1) if units % n == 0)
+    together = 2 if units % 2 == 0 else 1  # as threads read them
+    return 16 * max(n for n in range(together, most // 16 + 1, together) if units % n == 0)
 
 
 @functools.cache

@@ -5,13 +5,16 @@
 //
 // The sums stay in matrices. When a maximum rises they are multiplied by a diagonal matrix from the left, so nothing
 // that is not finite may enter them: 0 · NaN would reach other rows. A row that sees damage is marked, and NaN when it
-// is written.
+// is written. With a threshold (N_SKIPS) values are read only of keys that some row may give a weight that counts.
 #define KEY_CHUNKS (KEY_PADDED / KEY_CHUNK)
 #define VALUE_CHUNKS (VALUE_PADDED / VALUE_CHUNK)
 #define CHUNK (KEY_CHUNK > VALUE_CHUNK ? KEY_CHUNK : VALUE_CHUNK)
 #define STRIDE (CHUNK + 4)
+#define KEY_WIDTH (16 * KEY_TAKEN)  // channels that a thread reads at once
+#define VALUE_WIDTH (16 * VALUE_TAKEN)
 #define THREADS (SIMDS * 32)
 
+[[max_total_threads_per_threadgroup(THREADS)]]
 kernel void attend_tiles(device const float* queries, device const float* bias, device const uchar* keys,
                          device const uchar* values, device const int* table, device const int* lengths,
                          device const int* starts, device const int* ends, device float* sums, device float* statistics,
@@ -26,6 +29,7 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
   threadgroup int pages[BLOCK];
   threadgroup int slots[BLOCK];
   threadgroup atomic_int bad[BLOCK];
+  threadgroup atomic_uint wanted[1];
 
   int split = int(place.x), seq = 0, ahead = int(place.z), start = 0, tokens = 0, group = N_GROUP;
   uint kv_head = place.y;
@@ -45,21 +49,24 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
   int length = lengths[seq], low = 0;
 #endif
   int3 blocks = blocks_of(lowest, highest_query, low, length, numbers);
-  int share = (count_of(blocks) + N_SPLITS - 1) / N_SPLITS, last = min(count_of(blocks), (split + 1) * share);
+  int share = (count_of(blocks) + N_SPLITS - 1) / N_SPLITS, begin = split * share;
+  int last = min(count_of(blocks), begin + share);
 
   int own_first = first_row + int(team) * 8, own = own_first + int(lane) / 4;  // of the simdgroup, of the lane
   bool active = own < rows;
   int query = before + own / group;
   ulong base = ulong(kv_head) * uint(N_ROWS) + uint(start * group);
   float offset = active ? bias[base + uint(own)] : 0.0f, highest = LOWEST, total = 0.0f;
+  float known = LOWEST;  // the logarithm of the sum of all weights is at least this
   bool damaged = false;
   float key_level = key_own_level(lane), value_level = value_own_level(lane);
   simdgroup_float8x8 sum[VALUE_PADDED / 8];
   UNROLL for (uint c = 0; c < VALUE_PADDED / 8; ++c) sum[c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 
-  for (int n = split * share; n < last; ++n) {
-    int first_key = key_of(blocks, n);
+  for (int n = first_block(begin, last, numbers); n < last; ++n) {
+    int first_key = key_of(blocks, block_at(n, begin, blocks));
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (index == 0) atomic_store_explicit(&wanted[0], 0u, memory_order_relaxed);
     if (index < BLOCK) {
       int key = first_key + int(index), page = -1, slot = 0;
 #if DENSE
@@ -76,7 +83,7 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
       pages[index] = page;
       slots[index] = slot;
       key_factors[index] = page < 0 ? 0.0f : key_scale(keys, page, slot, kv_head, numbers);
-      value_factors[index] = page < 0 ? 0.0f : value_scale(values, page, slot, kv_head, numbers);
+      value_factors[index] = page < 0 || n < begin ? 0.0f : value_scale(values, page, slot, kv_head, numbers);
       atomic_store_explicit(&bad[index], 0, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -85,15 +92,17 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
     UNROLL for (uint k = 0; k < BLOCK / 8; ++k) product[k] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (uint chunk = 0; chunk < KEY_CHUNKS; ++chunk) {
       if (chunk > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint from = 0; from < BLOCK * (KEY_CHUNK / 16); from += THREADS) {
-        uint u = from + index, key = u / (KEY_CHUNK / 16), unit = u % (KEY_CHUNK / 16), words[KEY_WORDS];
-        bool inside = u < BLOCK * (KEY_CHUNK / 16);
-        UNROLL for (uint i = 0; i < KEY_WORDS; ++i) words[i] = 0;
+      for (uint from = 0; from < BLOCK * (KEY_CHUNK / KEY_WIDTH); from += THREADS) {
+        uint u = from + index, key = u / (KEY_CHUNK / KEY_WIDTH), channel = u % (KEY_CHUNK / KEY_WIDTH) * KEY_WIDTH;
+        uint words[KEY_TAKEN * KEY_WORDS];
+        bool inside = u < BLOCK * (KEY_CHUNK / KEY_WIDTH);
+        UNROLL for (uint i = 0; i < KEY_TAKEN * KEY_WORDS; ++i) words[i] = 0;
         if (inside && pages[key] >= 0)
-          key_fetch(key_row(keys, pages[key], slots[key], kv_head, numbers), chunk * (KEY_CHUNK / 16) + unit, words);
-        UNROLL for (uint i = 0; i < 16; ++i) {
-          float level = key_number(words, i, key_level);
-          if (inside) tile[key * STRIDE + unit * 16 + i] = level;
+          key_fetch_taken(key_row(keys, pages[key], slots[key], kv_head, numbers), (chunk * KEY_CHUNK + channel) / 16,
+                          words);
+        UNROLL for (uint i = 0; i < KEY_WIDTH; ++i) {
+          float level = key_number(words + i / 16 * KEY_WORDS, i % 16, key_level);
+          if (inside) tile[key * STRIDE + channel + i] = level;
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -122,6 +131,15 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
     }
     top = max(top, simd_shuffle_xor(top, 1));
     top = max(top, simd_shuffle_xor(top, 2));
+    if (n < begin) {  // only to know of heavy keys elsewhere
+      float whole = 0.0f;
+      UNROLL for (uint i = 0; i < BLOCK / 4; ++i)
+        whole += (seen >> i) & 1u && !is_nan(score[i]) ? exp(score[i] - top) : 0.0f;
+      whole += simd_shuffle_xor(whole, 1);
+      whole += simd_shuffle_xor(whole, 2);
+      known = max(known, log_of_sum(top, whole));
+      continue;
+    }
     float keep = exp(highest - top);
     total *= keep;
     highest = top;
@@ -142,22 +160,41 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
       simdgroup_load(d, diagonal[team], 8);
       UNROLL for (uint c = 0; c < VALUE_PADDED / 8; ++c) simdgroup_multiply(sum[c], d, sum[c]);
     }
+    uint read = ~0u;  // which keys' values
+    if (N_SKIPS) {
+      float whole = total + simd_shuffle_xor(total, 1);
+      whole += simd_shuffle_xor(whole, 2);
+      float least = max(known, log_of_sum(highest, whole)) + factors[1];
+      uint need = 0;
+      UNROLL for (uint i = 0; i < BLOCK / 4; ++i) {
+        uint k = lane % 4 * (BLOCK / 4) + i;
+        bool counts = (seen >> i) & 1u && (!(score[i] < least) || !is_finite(value_factors[k]));
+        need |= counts ? 1u << k : 0u;
+      }
+      need = simd_or(need);
+      if (lane == 0) atomic_fetch_or_explicit(&wanted[0], need, memory_order_relaxed);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      read = atomic_load_explicit(&wanted[0], memory_order_relaxed);
+      if (read == 0) continue;  // the whole threadgroup
+    }
     UNROLL for (uint k = 0; k < BLOCK / 8; ++k) simdgroup_load(product[k], scores[team] + k * 8, BLOCK);
 
     UNROLL for (uint chunk = 0; chunk < VALUE_CHUNKS; ++chunk) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint from = 0; from < BLOCK * (VALUE_CHUNK / 16); from += THREADS) {
-        uint u = from + index, key = u / (VALUE_CHUNK / 16), unit = u % (VALUE_CHUNK / 16), words[VALUE_WORDS];
-        bool inside = u < BLOCK * (VALUE_CHUNK / 16), whole = true;
-        UNROLL for (uint i = 0; i < VALUE_WORDS; ++i) words[i] = 0;
-        if (inside && pages[key] >= 0)
-          value_fetch(value_row(values, pages[key], slots[key], kv_head, numbers), chunk * (VALUE_CHUNK / 16) + unit,
-              words);
-        UNROLL for (uint i = 0; i < 16; ++i) {
-          float level = value_number(words, i, value_level);
+      for (uint from = 0; from < BLOCK * (VALUE_CHUNK / VALUE_WIDTH); from += THREADS) {
+        uint u = from + index, key = u / (VALUE_CHUNK / VALUE_WIDTH);
+        uint channel = u % (VALUE_CHUNK / VALUE_WIDTH) * VALUE_WIDTH, words[VALUE_TAKEN * VALUE_WORDS];
+        bool inside = u < BLOCK * (VALUE_CHUNK / VALUE_WIDTH), whole = true;
+        bool there = inside && pages[key] >= 0 && (read >> key) & 1u;
+        UNROLL for (uint i = 0; i < VALUE_TAKEN * VALUE_WORDS; ++i) words[i] = 0;
+        if (there)
+          value_fetch_taken(value_row(values, pages[key], slots[key], kv_head, numbers),
+                            (chunk * VALUE_CHUNK + channel) / 16, words);
+        UNROLL for (uint i = 0; i < VALUE_WIDTH; ++i) {
+          float level = value_number(words + i / 16 * VALUE_WORDS, i % 16, value_level);
           bool good = VALUE_BITS != 16 || is_finite(level);  // levels are
           whole = whole && good;
-          if (inside) tile[key * STRIDE + unit * 16 + i] = good ? level : 0.0f;
+          if (inside) tile[key * STRIDE + channel + i] = there && good ? level : 0.0f;
         }
         if (!whole) atomic_store_explicit(&bad[key], 1, memory_order_relaxed);
       }

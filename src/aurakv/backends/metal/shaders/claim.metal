@@ -1,6 +1,7 @@
 // New tokens of any format: room for them, and those that already are codes.
 
 // One simdgroup for all sequences: base[seq] becomes the length before the append, or −1; lengths advance.
+[[max_total_threads_per_threadgroup(32)]]
 kernel void claim(device const int* starts, device const int* table, device int* lengths, device int* overflow,
                   device int* base, constant int* numbers, uint lane [[thread_index_in_simdgroup]]) {
   bool missing = false;
@@ -21,6 +22,7 @@ kernel void claim(device const int* starts, device const int* table, device int*
 }
 
 // Tokens that already are codes: rows and scales are copied.
+[[max_total_threads_per_threadgroup(256)]]
 kernel void copy_rows(device const uchar* data, device const uchar* scales, device const int* starts,
                       device const int* base,
                       device const int* table, device uchar* pages, constant int* numbers,

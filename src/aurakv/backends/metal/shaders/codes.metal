@@ -43,6 +43,56 @@ static inline void side_fetch(device const uchar* row, uint unit, thread uint* w
 #endif
 }
 
+// Below 8 bits two units are read at once where they come in pairs: 16 bytes at 4 bits. Words of the first, then of the
+// second.
+#define SIDE_TAKEN (SIDE_BITS < 8 && SIDE_UNITS % 2 == 0 ? 2 : 1)
+static inline void side_fetch_taken(device const uchar* row, uint unit, thread uint* words) {
+#if SIDE_BITS < 8 && (SIDE_DIM + 15) / 16 % 2 == 0
+  device const uint* from = (device const uint*)row + unit / 2 * SIDE_BITS;
+  uint pair[SIDE_BITS + 1];
+  pair[SIDE_BITS] = 0;
+#if SIDE_BITS == 4
+  uint4 four = *(device const uint4*)from;
+  UNROLL for (uint i = 0; i < 4; ++i) pair[i] = four[i];
+#elif SIDE_BITS == 2
+  uint2 two = *(device const uint2*)from;
+  pair[0] = two.x;
+  pair[1] = two.y;
+#elif SIDE_BITS == 5
+  uint4 four = uint4(*(device const packed_uint4*)from);
+  UNROLL for (uint i = 0; i < 4; ++i) pair[i] = four[i];
+  pair[4] = from[4];
+#else
+  UNROLL for (uint j = 0; j < SIDE_BITS / 3; ++j) {
+    uint3 three = uint3(((device const packed_uint3*)from)[j]);
+    UNROLL for (uint i = 0; i < 3; ++i) pair[3 * j + i] = three[i];
+  }
+#endif
+  UNROLL for (uint i = 0; i < SIDE_WORDS; ++i) {
+    uint high = pair[i + SIDE_BITS / 2];
+    words[i] = pair[i];
+    words[SIDE_WORDS + i] = SIDE_BITS % 2 == 0 ? high : high >> 16 | pair[i + SIDE_BITS / 2 + SIDE_BITS % 2] << 16;
+  }
+#else
+  side_fetch(row, unit, words);
+#endif
+}
+
+// The units of SIDE_TAKEN rows for neighbouring lanes, which own neighbouring units: each lane reads these units of one
+// row, if it is there, and they exchange what is not theirs. Every lane must be here.
+static inline void side_fetch_rows(device const uchar* row, bool there, uint unit, uint lane, thread uint* words) {
+  UNROLL for (uint i = 0; i < SIDE_TAKEN * SIDE_WORDS; ++i) words[i] = 0;
+  if (there) side_fetch_taken(row, unit, words);
+#if SIDE_BITS < 8 && (SIDE_DIM + 15) / 16 % 2 == 0
+  bool odd = (lane & 1u) != 0;
+  UNROLL for (uint i = 0; i < SIDE_WORDS; ++i) {
+    uint other = simd_shuffle_xor(odd ? words[i] : words[SIDE_WORDS + i], 1);
+    if (odd) words[i] = other;
+    else words[SIDE_WORDS + i] = other;
+  }
+#endif
+}
+
 #if SIDE_BITS == 16
 static inline float side_number(thread const uint* words, uint i, float mine) {
   if (SIDE_DTYPE == 0) return as_type<float>(words[i]);

@@ -73,6 +73,7 @@ static inline void store_vector(threadgroup float* y, threadgroup uchar* codes, 
 }
 #endif
 
+[[max_total_threads_per_threadgroup(128)]]
 kernel void encode(device const uchar* x, device const float* offset, device const float* factor, device uchar* data,
                    device uchar* scales, constant int* numbers, uint position [[thread_position_in_grid]],
                    uint team [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
@@ -83,6 +84,7 @@ kernel void encode(device const uchar* x, device const float* offset, device con
   store_vector(y[team], codes[team], data + ulong(vector) * SIDE_ROW, scales + ulong(vector) * SIDE_SCALE, lane);
 }
 
+[[max_total_threads_per_threadgroup(128)]]
 kernel void append(device const uchar* x, device const float* offset, device const float* factor,
                    device const int* starts,
                    device const int* base, device const int* table, device uchar* pages, constant int* numbers,

@@ -13,6 +13,7 @@ static inline float sum_of(device const float* sums, device const float* statist
   return x;
 }
 
+[[max_total_threads_per_threadgroup(128)]]
 kernel void merge(device const float* sums, device const float* statistics, device const int* starts,
                   device const float* logits, device const float* offset, device uchar* out, device float* lse,
                   constant int* numbers, uint position [[thread_position_in_grid]],

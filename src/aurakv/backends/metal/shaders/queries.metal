@@ -2,6 +2,7 @@
 
 // Queries x [tokens, heads, dim] to y [kv_heads, rows, padded dim] = R (x / factor) · multiplier, where a row is
 // token · group + head in the group, and bias [kv_heads, rows] = (x / factor) · offset · multiplier. Padding is 0.
+[[max_total_threads_per_threadgroup(128)]]
 kernel void turn_queries(device const uchar* x, device const float* offset, device const float* factor, device float* y,
                          device float* bias, constant int* numbers, constant float* factors,
                    uint position [[thread_position_in_grid]], uint team [[simdgroup_index_in_threadgroup]],

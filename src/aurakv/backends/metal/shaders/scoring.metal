@@ -43,6 +43,18 @@ static inline int3 blocks_of(int lowest, int highest, int low, int length, const
 static inline int count_of(int3 blocks) { return blocks.x + blocks.z - blocks.y; }
 static inline int key_of(int3 blocks, int n) { return BLOCK * (n < blocks.x ? n : blocks.y + n - blocks.x); }
 
+// With a threshold a split looks at the first and the last block before its own, begin … last − 1: that is where heavy
+// keys tend to be. Their weights tell it what cannot count.
+static inline int first_block(int begin, int last, constant int* numbers) {
+  return begin < last && N_SKIPS ? begin - 2 : begin;
+}
+static inline int block_at(int n, int begin, int3 blocks) {
+  return n >= begin ? n : n == begin - 2 ? 0 : count_of(blocks) - 1;
+}
+
+// log Σ exp of scores whose maximum is `top` and whose weights beside it add up to `sum`; LOWEST of none.
+static inline float log_of_sum(float top, float sum) { return sum > 0.0f ? top + precise::log(sum) : LOWEST; }
+
 #if DENSE
 // Ragged tensors [tokens, kv_heads, dim]: the "page" is the first row of the sequence.
 static inline device const uchar* key_row(device const uchar* data, int, int row, uint kv_head, constant int* numbers) {

@@ -1,6 +1,7 @@
 // Codes to vectors, scores and weighted sums, for codes that are not in pages.
 
 // out = x̂, or R x̂ when N_ROTATED; then the offset comes rotated, too.
+[[max_total_threads_per_threadgroup(128)]]
 kernel void decode(device const uchar* data, device const uchar* scales, device const float* offset, device uchar* out,
                    constant int* numbers, uint position [[thread_position_in_grid]],
                    uint team [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
@@ -26,6 +27,7 @@ kernel void decode(device const uchar* data, device const uchar* scales, device 
 }
 
 // q·k̂ [tokens, heads, n] of turned queries with n stored keys [n, kv_heads]. One simdgroup per key.
+[[max_total_threads_per_threadgroup(128)]]
 kernel void scores(device const float* queries, device const float* bias, device const uchar* data,
                    device const uchar* scales, device uchar* out, constant int* numbers,
                    uint position [[thread_position_in_grid]], uint team [[simdgroup_index_in_threadgroup]],
@@ -57,6 +59,7 @@ kernel void scores(device const float* queries, device const float* bias, device
 // Σ w·v̂ [tokens, heads, dim] over weights [tokens, heads, n] that are not below the threshold. One simdgroup per
 // (token, head), whose lanes read rows side by side as in attend_rows.metal.
 #define HELD ((SIDE_UNITS + SIDE_LANES - 1) / SIDE_LANES)
+[[max_total_threads_per_threadgroup(128)]]
 kernel void values(device const uchar* weights, device const uchar* data, device const uchar* scales,
                    device const float* offset, device uchar* out, constant int* numbers, constant float* factors,
                    uint position [[thread_position_in_grid]], uint team [[simdgroup_index_in_threadgroup]],
