@@ -76,16 +76,17 @@ def chosen_signs(dim: int, seed: int, name: str) -> list[int]:
 @functools.cache
 def hadamard(dim: int) -> Tensor:
     """H of order dim, entries ±1, float64: Sylvester doublings [[H, H], [H, −H]] of a Paley matrix of order m."""
-    h = _paley(base_order(dim))
-    while len(h) < dim:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h
+    with torch.device("cpu"):  # whatever the default is: an Apple GPU has no float64
+        h = _paley(base_order(dim))
+        while len(h) < dim:
+            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+        return h
 
 
 @functools.lru_cache(maxsize=64)
 def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device, name: str = SEEDED) -> Tensor:
     """R [dim, dim], orthonormal: `x @ R.T` rotates rows, `y @ R` rotates them back."""
-    with torch.inference_mode(False):  # cached: must not become an inference tensor
+    with torch.inference_mode(False), torch.device("cpu"):  # cached: must not become an inference tensor
         sign = torch.tensor(chosen_signs(dim, seed, name), dtype=torch.float64)
         return (hadamard(dim) * sign / math.sqrt(dim)).to(dtype).to(device)  # an Apple GPU has no float64
 

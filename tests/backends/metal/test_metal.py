@@ -16,7 +16,8 @@ from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Attention, Rows, Step, in_two_calls
 from aurakv.backends import reference
-from aurakv.backends.metal import Metal
+from aurakv.backends.metal import Metal, source
+from aurakv.format.rotation import hadamard
 from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import CASES, run
 from tests.backends.metal import emulator
@@ -257,6 +258,16 @@ def test_info_says_that_no_apple_gpu_has_run_it(monkeypatch, capsys):
     (row,) = (row for row in json.loads(capsys.readouterr().out)["devices"] if row["device"] == "mps")
     assert row["name"] == "Apple M9, 10 GPU cores"
     assert (row["chosen"], row["paths"]) == ("metal", {"metal": "emulated on Linux; not yet run on an Apple GPU"})
+
+
+def test_source_does_not_depend_on_the_default_device():
+    """Some set it to an Apple GPU, which has no float64; the signs of rotations have."""
+    codec = kv.Codec.key(80, 3)
+    source.encode.cache_clear(), source._side.cache_clear(), hadamard.cache_clear()
+    with torch.device("meta"):
+        there = source.encode(codec, torch.float16)
+    source.encode.cache_clear(), source._side.cache_clear(), hadamard.cache_clear()
+    assert there == source.encode(codec, torch.float16)
 
 
 def test_the_sources_for_apples_compiler_are_whole():

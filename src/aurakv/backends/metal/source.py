@@ -89,9 +89,9 @@ def _constants(codec: Codec) -> str:
     if codec.rotates:
         order = base_order(codec.dim)
         paley = hadamard(codec.dim)[:order, :order] < 0
-        negative = torch.tensor(codec.sign_list()) < 0
+        negative = [sign < 0 for sign in codec.sign_list()]
         constants["SIDE_ORDER"], constants["SIDE_ROOT"] = order, _float(codec.dim**-0.5)
-        words = [negative[i : i + 32].tolist() for i in range(0, codec.dim, 32)]
+        words = [negative[i : i + 32] for i in range(0, codec.dim, 32)]
         arrays += _array("uint SIDE_SIGNS", (f"{_bits(word):#x}u" for word in words))
         if order > 1:
             arrays += _array("ulong SIDE_PALEY_ROWS", (f"{_bits(row):#x}ul" for row in paley.tolist()))
