@@ -260,6 +260,27 @@ def test_info_says_that_no_apple_gpu_has_run_it(monkeypatch, capsys):
     assert (row["chosen"], row["paths"]) == ("metal", {"metal": "emulated on Linux; not yet run on an Apple GPU"})
 
 
+def test_bench_times_it(metal, capsys):
+    backend, device = metal
+    shape = [
+        "--tokens",
+        "64",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "1",
+        "--head-dim",
+        "64",
+        "--formats",
+        "k4v4",
+        "--rounds",
+        "1",
+    ]
+    assert cli.main(["bench", "--device", device, "--backend", backend, *shape, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any(row.get("format") == "k4v4" and row["us"] > 0 for row in found["rows"]), found
+
+
 def test_source_does_not_depend_on_the_default_device():
     """Some set it to an Apple GPU, which has no float64; the signs of rotations have."""
     codec = kv.Codec.key(80, 3)
