@@ -95,7 +95,13 @@ def _check_norms(norms: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
 
 def _scale(norms: Tensor, codec: Codec, divisor: float) -> Tensor:
     """In the codec's dtype; beyond its range saturated, as encode does."""
-    return (norms.double() / divisor).clamp(max=torch.finfo(codec.dtype).max).to(codec.dtype).contiguous()
+    scale = (wide(norms) / divisor).clamp(max=torch.finfo(codec.dtype).max).to(codec.dtype)
+    return scale.to(norms.device).contiguous()
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float64, on the CPU where it comes from an Apple GPU, which has none."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 def _kind(value: object) -> str:

@@ -27,7 +27,7 @@ from ..format.codec import Codec, Codes, Format
 from ..format.packing import pack, unpack
 from ..format.rotation import PLAIN, UNROTATED
 from .cache import KVCache
-from .legacy import BLOCK, codes_from_nibbles, codes_from_u32
+from .legacy import BLOCK, codes_from_nibbles, codes_from_u32, wide
 
 Packed = tuple[Tensor, Tensor]  # codes and norms of one side
 
@@ -213,11 +213,11 @@ def _slots(length: int, capacity: int, ring_start: int) -> Tensor:
 
 def _encode_again(data: Tensor, norms: Tensor, codec: Codec, divisor: float) -> Codes:
     """Vectors [n, bytes] with norms of their blocks [n, blocks], as codes with one scale. Nothing is rotated."""
-    levels = codec.level_tensor(torch.float64, data.device)[unpack(data, 4)]
-    y = levels * (norms.double() / divisor).repeat_interleave(BLOCK, -1)
-    codes = ops.encode(y[:, None], codec.unrotated())
+    factors = (wide(norms) / divisor).repeat_interleave(BLOCK, -1)
+    levels = codec.level_tensor(torch.float64, factors.device)[unpack(data.to(factors.device), 4)]
+    codes = ops.encode((levels * factors)[:, None], codec.unrotated())
     assert codes.scale is not None
-    return Codes(codes.data[:, 0], codes.scale[:, 0])
+    return Codes(codes.data[:, 0].to(data.device), codes.scale[:, 0].to(data.device))
 
 
 def _fill(format: Format, rows: list[Codes], window: int | None, backend: str | None) -> KVCache:
@@ -255,4 +255,4 @@ def _held(cache: KVCache, seq: int, capacity: int | None, ring_start: int) -> tu
 
 def _norms(codes: Codes, factor: float) -> Tensor:
     assert codes.scale is not None
-    return (codes.scale.double() * factor).float()
+    return (wide(codes.scale) * factor).float().to(codes.scale.device)
