@@ -11,6 +11,7 @@ from aurakv import backends
 from aurakv.attention import ops
 from aurakv.backends import reference
 from aurakv.errors import BackendError, CapacityError, InputError
+from aurakv.format.fit import equal
 from aurakv.format.levels import CODE_BITS
 from aurakv.testing import check_codes
 
@@ -270,7 +271,22 @@ def operator_calls():
     cache.reserve(1)
     pages, q = cache.pages, rand(3, 6, 64)
     k, v = rand(3, 2, 64), rand(3, 2, 64)
-    flat = (pages.data, pages.table, pages.lengths, pages.overflow, None, None, "k4v3", 64, 64, 16, False, 0)
+    flat = (
+        pages.data,
+        pages.table,
+        pages.lengths,
+        pages.overflow,
+        None,
+        None,
+        None,
+        equal(2),
+        "k4v3",
+        64,
+        64,
+        16,
+        False,
+        0,
+    )
     scoring = (None, True, 40, 2, 30.0, 0, 0, False, 0.0)
     codec = codec_of(4, 64)
     codes = kv.encode(k, codec)
@@ -278,8 +294,8 @@ def operator_calls():
     workspace = torch.empty(10**6, dtype=torch.uint8)
     operators = torch.ops.aurakv
     return {
-        "encode": (operators.encode, (k, None, codec.name, 64, None)),
-        "encode at 16": (operators.encode, (k, None, "16:f32", 64, None)),
+        "encode": (operators.encode, (k, None, equal(2), codec.name, 64, None)),
+        "encode at 16": (operators.encode, (k, None, None, "16:f32", 64, None)),
         "decode": (operators.decode, (*codes, None, codec.name, 64, False, torch.float16, None)),
         "scores": (operators.scores, (q, *codes, None, codec.name, 64, None)),
         "values": (operators.values, (q[..., :3].contiguous(), *codes, None, codec.name, 64, 0.1, None)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 
@@ -11,6 +12,7 @@ import torch
 from aurakv.calibration import calibration as calibrations
 from aurakv.calibration.calibration import WIDTHS, Calibration, KeyCalibration
 from aurakv.calibration.identity import identity_of
+from aurakv.calibration.policy import text_of
 from aurakv.errors import FileError, InputError
 
 
@@ -32,23 +34,41 @@ def made(*layers: KeyCalibration) -> Calibration:
 def test_a_file_says_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrations, "cache_folder", lambda: tmp_path / "new")
     one = made(layer(falling(0.01)), layer(falling(0.02), falling(9.0), heads=4))
-    assert Calibration.kept(one.model) is None
+    assert Calibration.kept(one.model, False) is None
     path = one.keep()
     assert path.parent == tmp_path / "new" / "calibrations"
-    other = Calibration.kept(one.model)
+    other = Calibration.kept(one.model, False)
     assert other is not None
     assert (other.source, other.first, other.model) == ("a text", 4, "0" * 32)
     for number, kept in other.layers.items():
         assert torch.equal(kept.key_offset, one.layers[number].key_offset)
         assert torch.equal(kept.key_scale, one.layers[number].key_scale)
+        assert kept.key_weight is None
         assert (kept.moved, kept.moved_plain) == (one.layers[number].moved, one.layers[number].moved_plain)
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing is left beside it
+
+
+def test_fitted_and_nearest_codes_are_kept_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrations, "cache_folder", lambda: tmp_path)
+    plain = made(layer(falling(0.02)))
+    weight = (torch.arange(128.0).view(2, 64) + 1).half().float()
+    fitted = made(dataclasses.replace(layer(falling(0.01)), key_weight=weight))
+    assert (plain.fitted, fitted.fitted) == (False, True)
+    assert plain.keep() != fitted.keep()
+    found = Calibration.kept(fitted.model, True)
+    assert found is not None
+    assert torch.equal(found.layers[0].key_weight, weight)
+    assert torch.equal(found.chosen("k4v4").layers[0].key_weight, weight)
+    read = json.loads(fitted.dumps())
+    read["layers"]["0"]["key_weight"] = text_of(-weight)
+    with pytest.raises(FileError, match="key_weight of layer 0 .* must be finite and positive"):
+        Calibration.loads(json.dumps(read))
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda d: d.update(version=2), "version 1, got 2"),
+        (lambda d: d.update(version=3), r"version \(1, 2\), got 3"),
         (lambda d: d.update(kind="aurakv-policy"), "of kind"),
         (lambda d: d.update(layers={}), "has layers"),
         (lambda d: d["layers"].update(x=d["layers"]["0"]), "have numbers"),

@@ -20,7 +20,7 @@ def made() -> Policy:
     offset = torch.randn(2, 32, generator=generator).half().float()
     key_scale = torch.rand(2, 32, generator=generator).half().float() + 0.5
     layers = (
-        LayerPolicy("k4v4", key_offset=offset, key_scale=key_scale.half().float()),
+        LayerPolicy("k4v4", key_offset=offset, key_scale=key_scale.half().float(), key_weight=key_scale.half().float()),
         LayerPolicy("k5v3", value_offset=-offset),
         LayerPolicy("k16v4"),
     )
@@ -46,7 +46,7 @@ def test_round_trip(tmp_path):
 
 def test_version_1_called_the_key_scale_balance():
     read = json.loads(made().dumps())
-    assert read["version"] == 2
+    assert read["version"] == 3
     read["version"] = 1
     with pytest.raises(FileError, match=r"layer 0 of a policy has a format and possibly .*'balance'"):
         Policy.loads(json.dumps(read))
@@ -90,8 +90,8 @@ BAD = {
     "other kind": (change(["kind"], "x"), "of kind 'aurakv-policy'"),
     "missing": (change(["first"], KeyError), "with the fields"),
     "more": (change(["last"], 4), "with the fields"),
-    "version": (change(["version"], 3), "of version 1 to 2, got 3"),
-    "version true": (change(["version"], True), "of version 1 to 2, got True"),
+    "version": (change(["version"], 4), "of version 1 to 3, got 4"),
+    "version true": (change(["version"], True), "of version 1 to 3, got True"),
     "old field": (change(["layers", 1, "balance"], "AAAA"), "layer 1 of a policy has a format"),
     "source": (change(["source"], 5), "text source"),
     "model": (change(["model"], []), "a model with"),
@@ -299,3 +299,21 @@ def test_wider_keys():
     assert wider(3, 80, gpu) == [4, 8, 16]
     assert wider(5, 64, gpu) == [8, 16]
     assert wider(16, 64, cpu) == wider(16, 64, gpu) == [16]
+
+
+def test_a_device_without_fitted_codes_gets_the_scale_that_is_best_for_nearest_ones():
+    generator = torch.Generator().manual_seed(4)
+    spread = torch.rand(2, 64, generator=generator) + 0.05
+    k = torch.randn(4000, 2, 64, generator=generator) * spread + 1
+    q = torch.randn(4000, 6, 64, generator=generator)
+    moments = Moments()
+    moments.add(k, q)
+    fitted = moments.layer("k4v4")
+    assert fitted.on("cpu") is fitted
+    nearest = fitted.on("cuda")
+    assert nearest.key_weight is None
+    expected = (q.square().unflatten(1, (2, 3)).mean((0, 2)) / k.var(0, correction=0)).pow(0.25)
+    expected = expected / expected.log().mean(-1, keepdim=True).exp()
+    torch.testing.assert_close(nearest.key_scale, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(nearest.key_offset, k.mean(0) * expected, rtol=1e-3, atol=1e-4)
+    assert LayerPolicy("k4v4").on("cuda") == LayerPolicy("k4v4")

@@ -155,7 +155,7 @@ def test_calibration_at_start_sees_what_transformers_sees(tmp_path: Path) -> Non
 
     folder = short_convolutions(tmp_path / "model")
     said(folder, "k8v8", [[1, 2, 3]], 1)
-    made = Calibration.kept(identity_of(folder))
+    made = Calibration.kept(identity_of(folder), True)
     assert made is not None
     ids = torch.randint(512, (1, 2048), generator=torch.Generator().manual_seed(0))  # an engine without tokenizer
     expected = calibrate(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ids)

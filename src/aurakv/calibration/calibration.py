@@ -228,7 +228,7 @@ def _layer(name: str, read: Any) -> KeyCalibration:
         raise FileError(f"layer {name} of a calibration has a finite key_offset and a positive key_scale")
     if weight is not None and not bool((weight > 0).all() & weight.isfinite().all()):
         raise FileError(f"key_weight of layer {name} of a calibration must be finite and positive")
-    return KeyCalibration(offset, scale, *(_nats(name, read[field]) for field in ("moved", "moved_plain")), weight)
+    return KeyCalibration(offset, scale, _nats(name, read["moved"]), _nats(name, read["moved_plain"]), weight)
 
 
 def _nats(name: str, read: Any) -> dict[int, float]:

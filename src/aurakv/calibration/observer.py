@@ -33,9 +33,9 @@ class KeyObserver:
         self._q.append(q[:room].float().cpu())
         self.tokens += k.shape[0]
 
-    def calibration(self, first: int, fitted: bool) -> KeyCalibration:
-        """Movements are of a cache whose first tokens are uncompressed, with fitted or nearest codes."""
-        found = self.moments.layer("k4v4", fitted)
+    def calibration(self, first: int, device_type: str) -> KeyCalibration:
+        """Movements are of a cache whose first tokens are uncompressed, on such a device."""
+        found = self.moments.layer("k4v4").on(device_type)
         assert found.key_offset is not None
         assert found.key_scale is not None
         offset, scale = _as_in_files(found.key_offset), _as_in_files(found.key_scale)

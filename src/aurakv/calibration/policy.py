@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ FIRST, ROLLBACK = (
     4,
     32,
 )  # of a model without a policy: uncompressed first tokens; tokens that can be cropped beyond a window
+FITTED_ON = ("cpu",)  # devices on which codes are fitted: kernels for it that GPUs have must be run on them first
 _FOLDER = Path(__file__).parent / "policies"
 MAX_BYTES = 64 * 2**20  # of a file
 _LIMITS = {"layers": (1, 10_000), "kv_heads": (1, 2**16), "head_dim": (1, MAX_DIM)}  # of a model
@@ -62,6 +63,15 @@ class LayerPolicy:
             return None, None
         key = fitting.fit(format.key, self.key_weight).to(device) if format.key.coded else None
         return key, fitting.equal(kv_heads, device) if format.value.coded else None
+
+    def on(self, device_type: str) -> LayerPolicy:
+        """What a cache on such a device takes: on some, codes are the nearest ones, for which another scale is best."""
+        if self.key_weight is None or self.key_scale is None or device_type in FITTED_ON:
+            return self
+        change = self.key_weight.pow(1 / 6)  # statistics.py has both scales
+        change = change / change.log().mean(-1, keepdim=True).exp()
+        offset = None if self.key_offset is None else self.key_offset * change
+        return replace(self, key_offset=offset, key_scale=self.key_scale * change, key_weight=None)
 
     def with_format(self, name: str, head_dim: int) -> LayerPolicy:
         """The same layer at another format; sides at 16 bits have no offset, keys at 16 bits no key_scale."""

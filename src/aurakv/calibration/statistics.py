@@ -18,15 +18,8 @@ from .policy import LayerPolicy
 SINKS = 4  # first tokens of a sequence: they attract attention, and their keys are unlike those of the others
 ENOUGH = 64  # tokens that can speak for those to come
 MOST = 2048  # tokens of a sequence that are looked at
-FITTED_ON = (
-    "cpu",
-)  # devices on which codes are fitted unless somebody says otherwise: kernels of GPUs have to be run first
 _SHORTEST = 512  # tokens of the contexts that keys are prepared for, up to what the model was made for
 _FLOOR = 1e-4  # channels weaker than this share of the mean are treated as if they had it
-# The error of nearest codes is the same in all channels, so (read / spread)^1/4 is the best key scale: large where
-# queries read much, small where keys are long. Fitted codes themselves put the error where queries read little: without
-# a limit to the levels, keys as long in one channel as in another would be best for them. Halfway there is best.
-_READ_FITTED, _SPREAD_FITTED = 1 / 8, 3 / 8
 
 
 class Turns(NamedTuple):
@@ -111,8 +104,8 @@ class Moments:
             self._q2 = self._q2 + q.abs().square().mean(2).sum(0).cpu()
             self._qq = self._qq + q.square().mean(2).sum(0).cpu()
 
-    def layer(self, format: str, fitted: bool = True) -> LayerPolicy:
-        """The policy of a layer with these moments, whose codes are fitted or the nearest ones."""
+    def layer(self, format: str) -> LayerPolicy:
+        """The policy of a layer with these moments."""
         if not self.keys or self.turns is None:
             return LayerPolicy(format)
         turned = self._k / self.keys * self.turns.mean_turn()
@@ -121,14 +114,13 @@ class Moments:
             return LayerPolicy(format, key_offset=mean.float().contiguous())
         spread = _floored(self._squares(self._k2, self._kk, self.keys) - mean.square())
         read = _floored(self._squares(self._q2, self._qq, self.queries))
-        key_scale = _level(read.pow(_READ_FITTED) / spread.pow(_SPREAD_FITTED) if fitted else (read / spread).pow(0.25))
-        key_weight = _floored(read / key_scale.square()) if fitted else None
-        return LayerPolicy(
-            format,
-            key_offset=(mean * key_scale).float(),
-            key_scale=key_scale.float(),
-            key_weight=None if key_weight is None else _level(key_weight).float(),
-        )
+        # Nearest codes err alike in all channels; for them (read / spread)^1/4 is best: large where queries read much,
+        # small where keys are long. Fitted codes put the error where queries read little themselves; for them keys
+        # equally long in all channels, spread^-1/2, would be best if levels had no end. Halfway between is best.
+        key_scale = _level(read.pow(1 / 8) / spread.pow(3 / 8))
+        key_weight = _level(read / key_scale.square())
+        offset, scale, weight = (x.float() for x in (mean * key_scale, key_scale, key_weight))
+        return LayerPolicy(format, key_offset=offset, key_scale=scale, key_weight=weight)
 
     def _squares(self, sizes: Tensor, squares: Tensor, count: int) -> Tensor:
         """Mean squares of channels, from sums of |w|² and w² of `count` complex numbers w that positions turn."""
@@ -143,7 +135,6 @@ def measured(
     q: Tensor | None = None,
     real: Tensor | None = None,
     turns: Turns | None = None,
-    fitted: bool = True,
 ) -> LayerPolicy:
     """Offset and key scale from the first tokens of a cache, k and q [seqs, heads, t, dim], if they are enough.
 
@@ -156,7 +147,7 @@ def measured(
         return LayerPolicy(format)
     moments = Moments(turns)
     moments.add(_rows(k, rows), None if q is None else _rows(q, rows), position.flatten()[rows] - 1)
-    return moments.layer(format, fitted)
+    return moments.layer(format)
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from ..hf.observe import observe
 from ..hf.support import head_dim, slots
 from ..storage.page_table import Kept
 from .policy import FIRST, ROLLBACK, Policy
-from .statistics import FITTED_ON
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 STATE = "aurakv-tuning"  # the kind of a file that keeps what was measured
@@ -64,8 +63,7 @@ def calibrated(
     is told how many more were read."""
     if ids.shape[1] < 64:
         raise InputError(f"a model is calibrated on at least 64 tokens, got {ids.shape[1]}")
-    fitted = model.device.type in FITTED_ON
-    layers = tuple(seen.moments.layer(format, fitted) for seen in observe(model, ids, progress=progress).values())
+    layers = tuple(seen.moments.layer(format) for seen in observe(model, ids, progress=progress).values())
     offset = layers[0].key_offset
     assert offset is not None
     return Policy(offset.shape[0], head_dim(model.config), layers, first=first, source=source)

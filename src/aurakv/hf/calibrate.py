@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..calibration.calibration import Calibration
 from ..calibration.policy import FIRST
-from ..calibration.statistics import ENOUGH, FITTED_ON, SINKS
+from ..calibration.statistics import ENOUGH, SINKS
 from ..errors import InputError
 from .observe import observe
 from .progress import Progress
@@ -24,5 +24,5 @@ def calibrate(
     if ids.shape[1] < ENOUGH + SINKS:
         raise InputError(f"a model is calibrated on at least {ENOUGH + SINKS} tokens, got {ids.shape[1]}")
     seen = observe(model, ids, progress=progress)
-    fitted = model.device.type in FITTED_ON
-    return Calibration({i: layer.calibration(FIRST, fitted) for i, layer in seen.items()}, source, FIRST, identity)
+    layers = {number: layer.calibration(FIRST, model.device.type) for number, layer in seen.items()}
+    return Calibration(layers, source, FIRST, identity)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..attention.scoring import Scoring
 from ..calibration.guard import Check
 from ..calibration.policy import LayerPolicy
-from ..calibration.statistics import ENOUGH, FITTED_ON, Turns, measured
+from ..calibration.statistics import ENOUGH, Turns, measured
 from ..format.codec import Format
 from .context import Context
 from .held_tokens import NEEDED, HeldTokens
@@ -81,8 +81,8 @@ class LayerCalibration:
             return policy
         if self.context.options.calibrate:
             turns = self.turns if self.turns is not None and self.turns.dim == dim else None
-            fitted = seen.k.device.type in FITTED_ON
-            policy = measured(policy.format, seen.k, seen.q, seen.real, turns, fitted)
+            policy = measured(policy.format, seen.k, seen.q, seen.real, turns)
+        policy = policy.on(seen.k.device.type)
         k, q = seen.longest()
         if k.shape[1] < ENOUGH:
             return policy

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..calibration.calibration import Calibration
 from ..calibration.identity import identity_of
-from ..calibration.statistics import FITTED_ON
+from ..calibration.policy import FITTED_ON
 from ..errors import FileError, InputError
 from .switch import Switch
 

@@ -32,8 +32,8 @@ from ..calibration import texts
 from ..calibration.calibration import Calibration, KeyCalibration
 from ..calibration.identity import identity_of
 from ..calibration.observer import KeyObserver
-from ..calibration.policy import FIRST, LayerPolicy
-from ..calibration.statistics import ENOUGH, FITTED_ON, SINKS, Turns
+from ..calibration.policy import FIRST, FITTED_ON, LayerPolicy
+from ..calibration.statistics import ENOUGH, SINKS, Turns
 from ..errors import FileError, InputError
 from ..format.codec import Format
 from ..hf.support import turns
@@ -82,7 +82,7 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
     own = {module.layer_name for module in model.modules() if isinstance(module, Attention)} & set(ours)
     numbers = {name: extract_layer_index(name) for name in own if ours[name].impl.shares is None}
     if switch.policy is not None:
-        policies = dict(zip(attention_numbers(config), switch.policy.layers, strict=True))
+        policies = dict(zip(attention_numbers(config), (x.on(device.type) for x in switch.policy.layers), strict=True))
     elif switch.measured:
         policies = _measured(switch, config, model, device, {numbers[name]: ours[name] for name in numbers})
     else:
@@ -106,8 +106,7 @@ def _measured(
     switch: Switch, config: VllmConfig, model: torch.nn.Module, device: torch.device, layers: dict[int, Attention]
 ) -> dict[int, LayerPolicy]:
     identity = _identity(config)
-    fitted = device.type in FITTED_ON
-    found = Calibration.kept(identity, fitted) if identity else None
+    found = Calibration.kept(identity, device.type in FITTED_ON) if identity else None
     ranks = get_tensor_model_parallel_world_size() // copies(config)
     shapes = {number: (layer.impl.num_kv_heads * ranks, layer.head_size) for number, layer in layers.items()}
     fits = found is not None and all(
@@ -191,9 +190,7 @@ def _read(
     try:
         _forward(config, model, ids.to(device))
         seen = {
-            number: layer.impl.observer.calibration(
-                FIRST if layer.impl.keeps_first(layer) else 0, device.type in FITTED_ON
-            )
+            number: layer.impl.observer.calibration(FIRST if layer.impl.keeps_first(layer) else 0, device.type)
             for number, layer in layers.items()
         }
     finally:
@@ -266,10 +263,11 @@ def whole(parts: list[KeyCalibration], copies: int) -> KeyCalibration:
         each = [getattr(part, name) for part in different]
         return {bits: sum(part[bits] for part in each) / len(each) for bits in each[0]}
 
+    weights = [part.key_weight for part in different if part.key_weight is not None]
     return KeyCalibration(
         torch.cat([part.key_offset for part in different]),
         torch.cat([part.key_scale for part in different]),
         mean("moved"),
         mean("moved_plain"),
-        None if different[0].key_weight is None else torch.cat([part.key_weight for part in different]),
+        torch.cat(weights) if len(weights) == len(different) else None,
     )
