@@ -37,6 +37,19 @@ def equal(found: list[list[int]], expected: list[list[int]]) -> int:
     return sum(a == b for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
 
 
+def predicted(model: Path, switch: str | bool | None, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """The most likely token behind each token of the prompts but the last."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    with engine(model, switch, skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [
+            [min(position, key=lambda token: position[token].rank) for position in out.prompt_logprobs[1:]]
+            for out in outputs
+        ]
+
+
 # drafts
 
 
@@ -139,14 +152,24 @@ def test_short_convolutions_beside_attention(tmp_path: Path) -> None:
 
 
 def test_gated_delta_nets_beside_attention(tmp_path: Path) -> None:
-    """vLLM computes them in bfloat16 on a CPU, where a last bit may change a token."""
+    """vLLM computes them in bfloat16 on a CPU, where a last bit may change a token and with it all later ones: so what
+    is compared is the next token behind every token of the prompts, read in chunks."""
     folder, prompts = gated_delta_nets(tmp_path / "model"), random_prompts()
-    expected = said(folder, None, prompts, dtype="bfloat16")
-    assert equal(said(folder, "k16v16", prompts, dtype="bfloat16"), expected) >= 86  # of 96
-    assert equal(said(folder, "k8v8", prompts, dtype="bfloat16"), expected) >= 72
+    options = {"dtype": "bfloat16", "max_num_batched_tokens": 128}
+    expected = predicted(folder, None, prompts, **options)
+    for switch, least in (("k16v16", 760), ("k8v8", 740)):  # of 784
+        assert equal(predicted(folder, switch, prompts, **options), expected) >= least
 
 
-@pytest.mark.xfail(reason="8 of 128 key scales of one layer differ by up to 4%, for a reason that is not known yet")
+@pytest.fixture
+def right_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own kernel for CPUs turns keys [tokens, heads, dim], as LFM2 has them, by wrong angles. Not here."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
+
+
+@pytest.mark.usefixtures("right_turns")
 def test_calibration_at_start_sees_what_transformers_sees(tmp_path: Path) -> None:
     """The recurrent layers take part when vLLM reads a text: keys behind them are those of the model."""
     from transformers import AutoModelForCausalLM
@@ -250,9 +273,11 @@ def test_adapters(llama: Path, tmp_path: Path) -> None:
 
 def test_pipeline_parallel(llama: Path) -> None:
     """Two processes, each with half of the layers, calibrate together and say what one says."""
-    expected = said(llama, "k8v8", random_prompts())
-    options = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    assert said(llama, "k8v8", random_prompts(), **options) == expected
+    # vLLM's second stage gets its input buffers while a model is compiled, so not in eager mode
+    compiled: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    expected = said(llama, "k8v8", random_prompts(), **compiled)
+    assert said(llama, "k8v8", random_prompts(), **compiled, **stages) == expected
 
 
 # connectors
