@@ -19,10 +19,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionImpl,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -30,16 +27,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from ..attention.ops import attend_dense
 from ..attention.scoring import Scoring
-from ..attention.step import Rows
 from ..calibration.observer import KeyObserver
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
 from . import VERSIONS, connectors
-from .adapter_cuda import make_prefill, warm_up
-from .beginnings import Beginnings, Entries
-from .layer import FAST_TOKENS, MOST_TOKENS, TOKENS, Batch, Layer, Memory
-from .prefill import find_prompts, most_rows
+from .adapter_builder import AuraBuilder
+from .adapter_cuda import make_prefill
+from .beginnings import Entries
+from .layer import FAST_TOKENS, MOST_TOKENS, TOKENS, Batch, Layer
 from .recurrent import attention_numbers
 from .switch import Switch
 
@@ -282,58 +278,3 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
                 self.layer.prefill.scratch()
             output.zero_()
         return output
-
-
-class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the batch that all layers of a group share.
-
-    Captured whole, graphs hold any batch of equally many queries a sequence: what a layer does follows from shapes on
-    the host and from starts, lengths and tables on the device, and sequences that pad a batch have no rows.
-    """
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
-    def __init__(
-        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.memory = Memory(device)
-        context = vllm_config.compilation_config.static_forward_context
-        self.with_entries = [name for name in layer_names if context[name].impl.layer.beginnings is not None]
-        self.context = context
-        if self.with_entries:
-            first = context[self.with_entries[-1]].impl.layer.beginnings.first
-            self.memory.beginnings = Beginnings(first, vllm_config.scheduler_config.max_num_seqs, device)
-        self.least_rows: int | None = None  # of a sequence that is a prompt
-        drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
-        rows = 1 + drafts  # of a sequence that decodes
-        for name in layer_names:
-            layer = vllm_config.compilation_config.static_forward_context[name]
-            bound, heads = layer.impl.layer, (layer.impl.num_heads, layer.impl.num_kv_heads)
-            if bound.prefill is not None:
-                self.least_rows = 1 + most_rows(heads[0] // heads[1], layer.head_size, rows)
-            if current_platform.is_cuda():
-                warm_up(bound, heads, layer.dtype, vllm_config, rows, kv_cache_spec.block_size, device)
-        if self.least_rows is not None:
-            self.reorder_batch_threshold = self.least_rows - 1  # the sequences with fewer rows come first
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Batch:
-        batch = common_attn_metadata
-        if batch.causal is not True:
-            raise InputError("aurakv serves causal attention")
-        rows = Rows(
-            batch.query_start_loc, single=batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
-        )
-        prompts = None
-        if self.least_rows is not None and batch.max_query_len >= self.least_rows:
-            lengths = batch.seq_lens_cpu_upper_bound.tolist()  # exact for sequences with many rows
-            prompts = find_prompts(batch.query_start_loc_cpu.tolist(), lengths, self.least_rows)
-        made = Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory, prompts)
-        if self.memory.beginnings is not None:
-            last = self.context[self.with_entries[-1]]  # whose keys depend on everything that came before
-            if last.kv_cache.numel():
-                pages = last.impl.layer.pages(last.kv_cache, made)
-                self.memory.beginnings.find(made.table, made.lengths, rows, pages)
-        return made
