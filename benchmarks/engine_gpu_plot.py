@@ -1,0 +1,55 @@
+"""Tokens a second against concurrency, from the JSON of benchmarks/engine_gpu.py.
+
+    python benchmarks/engine_gpu_plot.py benchmarks/baselines/engine_gpu-h200.json docs/images/engine-gpu.png
+
+A line ends with a bar where no more sequences fit into memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+NAMES = {"bf16": "vLLM bf16", "fp8": "vLLM fp8", "turboquant_4bit_nc": "vLLM turboquant_4bit_nc"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
+    parser.add_argument("--caches", help="which of them, separated by commas (default all)")
+    args = parser.parse_args()
+    rows = [row for row in json.loads(args.source.read_text("utf-8"))["rows"] if row["tokens"] == args.tokens]
+    rows = [row for row in rows if len(row.get("steps", {})) > 1]
+    if args.caches:
+        rows = [row for name in args.caches.split(",") for row in rows if row["cache"] == name]
+    if not rows:
+        raise SystemExit(f"{args.source} has no cache with more than one batch of prompts of {args.tokens} tokens")
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for row in rows:
+        points = sorted((int(count), step["tokens_per_s"]) for count, step in row["steps"].items())
+        name = NAMES.get(row["cache"], row["cache"])
+        (line,) = axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+        if points[-1][0] == row["fits"]:
+            axis.plot(*points[-1], marker="|", markersize=22, markeredgewidth=2, color=line.get_color())
+            axis.annotate(f"{row['fits']} fit", points[-1], xytext=(4, -14), textcoords="offset points",
+                          color=line.get_color(), fontsize=8)  # fmt: skip
+    axis.set_xlabel(f"sequences of {args.tokens:,} tokens at once")
+    axis.set_ylabel("tokens generated a second")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    axis.set_title(f"{rows[0]['model']}, {rows[0]['device']}, vLLM {rows[0]['versions']['vllm']}", fontsize=10)
+    figure.savefig(args.target, dpi=160)
+
+
+if __name__ == "__main__":
+    main()
