@@ -44,10 +44,12 @@ def predicted(model: Path, switch: str | bool | None, prompts: list[list[int]], 
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     with engine(model, switch, skip_tokenizer_init=True, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [
-            [min(position, key=lambda token: position[token].rank) for position in out.prompt_logprobs[1:]]
-            for out in outputs
-        ]
+        return [most_likely(out) for out in outputs]
+
+
+def most_likely(out: Any) -> list[int]:
+    """From a request for `prompt_logprobs`."""
+    return [min(position, key=lambda token: position[token].rank) for position in out.prompt_logprobs[1:]]
 
 
 # drafts
