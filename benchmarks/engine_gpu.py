@@ -52,6 +52,7 @@ def missing(row: dict[str, Any], batches: list[str], most: int) -> list[str]:
     steps, fits = row.get("steps", {}), row.get("fits")
     if fits is None:
         return batches
+    most = max([most, *(int(batch) for batch in batches if batch != FIT)])
     named = dict.fromkeys(min(fits, most) if batch == FIT else int(batch) for batch in batches)
     return [str(batch) for batch in named if batch <= fits and str(batch) not in steps]
 
