@@ -139,10 +139,10 @@ def calibration_of(model: str) -> Any:
     from aurakv.calibration.calibration import Calibration
     from aurakv.calibration.identity import identity_of
 
-    found = Calibration.kept(identity_of(model))
+    found = Calibration.kept(identity_of(model), True)
     if found is None:
         subprocess.run([sys.executable, "-m", "aurakv", "calibrate", model], check=True)
-        found = Calibration.kept(identity_of(model))
+        found = Calibration.kept(identity_of(model), True)
         assert found is not None
     return found
 

@@ -271,22 +271,8 @@ def operator_calls():
     cache.reserve(1)
     pages, q = cache.pages, rand(3, 6, 64)
     k, v = rand(3, 2, 64), rand(3, 2, 64)
-    flat = (
-        pages.data,
-        pages.table,
-        pages.lengths,
-        pages.overflow,
-        None,
-        None,
-        None,
-        equal(2),
-        "k4v3",
-        64,
-        64,
-        16,
-        False,
-        0,
-    )
+    tensors = (pages.data, pages.table, pages.lengths, pages.overflow, None, None, None, equal(2))
+    flat = (*tensors, "k4v3", 64, 64, 16, False, 0)
     scoring = (None, True, 40, 2, 30.0, 0, 0, False, 0.0)
     codec = codec_of(4, 64)
     codes = kv.encode(k, codec)

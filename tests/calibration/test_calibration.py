@@ -61,7 +61,7 @@ def test_fitted_and_nearest_codes_are_kept_apart(tmp_path, monkeypatch):
     assert torch.equal(found.chosen("k4v4").layers[0].key_weight, weight)
     read = json.loads(fitted.dumps())
     read["layers"]["0"]["key_weight"] = text_of(-weight)
-    with pytest.raises(FileError, match="key_weight of layer 0 .* must be finite and positive"):
+    with pytest.raises(FileError, match=r"key_weight of layer 0 .* must be finite and positive"):
         Calibration.loads(json.dumps(read))
 
 

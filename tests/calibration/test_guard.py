@@ -208,7 +208,7 @@ def biased_model(layers: int):
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.copy_(10 * torch.randn(layer.self_attn.k_proj.bias.shape))
+        layer.self_attn.k_proj.bias.copy_(24 * torch.randn(layer.self_attn.k_proj.bias.shape))
     register()
     model.set_attn_implementation("aurakv")
     return model
