@@ -13,6 +13,7 @@ import torch
 
 import aurakv
 from aurakv.errors import InputError
+from aurakv.format import fit as fitting
 from aurakv.format import levels as level_tables
 from aurakv.format import rotation
 from aurakv.format.packing import pack
@@ -133,6 +134,29 @@ def test_a_built_site_is_checked(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("dim", "bits"), [(16, 4), (48, 3), (32, 2)])
+def test_fitted_codes(document, dim, bits):
+    generator = torch.Generator().manual_seed(dim)
+    codec = aurakv.Codec.key(dim, bits, dtype=torch.float32)
+    weight, x = torch.rand(1, dim, generator=generator) ** 3 + 0.01, torch.randn(8, 1, dim, generator=generator)
+    lower, cost = document["split"](weight[0].tolist(), dim)
+    fit = fitting.fit(codec, weight)
+    found = fitting.split(fit, dim, torch.float64)
+    torch.testing.assert_close(found[0][0], torch.tensor(lower, dtype=torch.float64), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found[1][0], torch.tensor(cost, dtype=torch.float64), rtol=1e-3, atol=1e-6)
+    codes = aurakv.encode(x, codec, fit=fit)
+    same = 0
+    for row, data, scale in zip(
+        codec.rotate(x.double())[:, 0].tolist(), codes.data[:, 0], codes.scale[:, 0], strict=True
+    ):
+        a, d = found[0][0].tolist(), found[1][0].tolist()
+        expected, own, _, energy = document["fitted"](row, a, d, document["levels"]("int8", bits))
+        if document["unpack"](bytes(data.tolist()), bits) == expected:
+            same += 1
+            assert float(scale) == pytest.approx((own / energy) ** 0.5, rel=1e-5)
+    assert same >= 7  # rounding may turn a code at a boundary, and those after it
+
+
 def test_signs(document):
     for dim, seed in ((16, 0), (1024, 1), (80, 7), (576, 2**64 - 1)):
         assert document["signs"](dim, seed) == rotation.signs(dim, seed)
@@ -231,9 +255,10 @@ def test_worked_example_in_a_file(tmp_path):
 
 
 def test_every_tensor_and_field_of_a_file_is_documented(tmp_path):
-    offsets = {"key_offset": torch.ones(1, 16), "value_offset": torch.ones(1, 16)}
+    constant = {"key_offset": torch.ones(1, 16), "value_offset": torch.ones(1, 16)}
+    constant |= {"key_fit": fitting.equal(1), "value_fit": fitting.equal(1)}
     format = aurakv.Format.parse("k4v3", 16)
-    ring = aurakv.KVCache.ring(format, 1, 1, window=4, sinks=1, uncompressed=Uncompressed(2, 3), **offsets)
+    ring = aurakv.KVCache.ring(format, 1, 1, window=4, sinks=1, uncompressed=Uncompressed(2, 3), **constant)
     ring.append(torch.ones(9, 1, 16), torch.ones(9, 1, 16), [0, 9])
     aurakv.save(ring, tmp_path / "ring.safetensors")
     with safetensors.safe_open(tmp_path / "ring.safetensors", "pt") as file:
