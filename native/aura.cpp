@@ -270,7 +270,7 @@ static void attend_all(int64_t isa, const Attend& a) {
   });
 }
 
-static int64_t fit_work(const Fit& f, const Codec& c) { return f.size < 0 ? 0 : c.dim * 200 + f.size * 2; }
+static int64_t fit_work(const Fit& f, const Codec& c) { return f.size < 0 ? 0 : c.dim * 200 + f.size * 60; }
 
 // All vectors in tiles, `batch` tiles a task. Fitted ones take long: few of them are divided among all threads.
 template <class Body> static void in_tiles(const Threads& threads, int64_t vectors, int64_t batch, bool fitted, int64_t work, Body&& body) {

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int SCALES = 8;
 constexpr float SCALE[SCALES] = {0.76f, 0.82f, 0.88f, 0.94f, 1.0f, 1.06f, 1.12f, 1.2f};
-constexpr int BLOCK = 4;  // rows of A that share what they read of the levels
+constexpr int BLOCK = 8;  // rows of A that share what they read of the levels
 
 // The fit of one head as float32: rows of A, `stride` floats apart, and d. Equal weights have no rows.
 struct Split {
@@ -32,12 +32,15 @@ inline Split split_fit(const Fit& f, int64_t head, int64_t dim) {
 
 // z = A y, y with zeros up to the stride
 INLINE void multiply(const Split& s, const float* y, int64_t dim, float* z) {
-  for (int64_t i = 0; i < dim; i++) {
-    v16 sum = {};
-    for (int64_t j = 0; j < i; j += 16) sum += load<v16>(s.lower + i * s.stride + j) * load<v16>(y + j);
-    float total = y[i];
-    for (int l = 0; l < 16; l++) total += sum[l];
-    z[i] = total;
+  for (int64_t i = 0; i < dim; i += 16) {
+    v16 sums[16], total = load<v16>(y + i);
+    for (int r = 0; r < 16; r++) {
+      sums[r] = (v16){};
+      for (int64_t j = 0; j < i + r; j += 16) sums[r] += load<v16>(s.lower + (i + r) * s.stride + j) * load<v16>(y + j);
+    }
+    transpose16(sums);
+    for (int r = 0; r < 16; r++) total += sums[r];
+    store(z + i, total);
   }
 }
 
