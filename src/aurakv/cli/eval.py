@@ -83,7 +83,7 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..bench import machine
     from ..calibration import texts
-    from ..calibration.policy import Policy, shipped
+    from ..calibration.policy import FITTED_ON, Policy, shipped
     from ..evaluation import rivals
     from ..evaluation.results import Results, model_key, policy_key
     from . import eval_plot
@@ -118,6 +118,9 @@ def run(args: argparse.Namespace) -> None:
         **machine.facts(loaded.device),
     }
     marks = {name: {"policy": policy_key(policy)} for name, policy in policies.items()}
+    if loaded.device.type in FITTED_ON:  # rows of versions that did not fit codes are measured again
+        calibrated = set(names) - set(policies) - set(rivals.names())
+        marks |= {name: {"codes": "fitted"} for name in calibrated if not name.startswith(PLAIN)}
     work = Work(args, screen, loaded, results, makers, {"weights": model_key(loaded.model)}, marks)
     rows = [row for name, text in read.items() for row in work.measure(name, text)]
     needles = [row for name, text in read.items() for row in work.search(name, text)] if args.needle else []
@@ -160,7 +163,7 @@ class Work:
     results: Results
     makers: dict[str, Callable[[], Any]]
     mark: dict[str, str]  # of the model, in every key
-    marks: dict[str, dict[str, str]]  # of policies, by their names
+    marks: dict[str, dict[str, str]]  # of policies and formats, by their names
     failed: dict[str, str] = dataclasses.field(default_factory=dict)  # rows that could not be measured, and why
 
     def measure(self, text_name: str, text: str) -> list[dict[str, Any]]:
