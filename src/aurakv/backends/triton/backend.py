@@ -22,7 +22,6 @@ from ...attention.partial import Partial
 from ...attention.scoring import Scoring
 from ...attention.step import Attention, Rows, Run, Step, written
 from ...format.codec import Codec, Codes, Format, unknown_width
-from ...format.fit import refuse
 from ...storage.pages import Pages
 
 name = "triton"
@@ -83,8 +82,7 @@ def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -
 def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None = None) -> Codes:
     from .append import launch
 
-    refuse(name, fit)
-    return launch.encode(_single(x), codec, offset)
+    return launch.encode(_single(x), codec, offset, fit)
 
 
 @_where_it_lies

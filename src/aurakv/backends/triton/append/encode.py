@@ -85,6 +85,54 @@ def rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE: tl.co
 
 
 @triton.jit
+def in_range(y):
+    """Rows of y over a power of two `unit`, the sums of their squares, and that unit: mostly 1."""
+    power = tl.sum(y * y, 1)
+    unit = tl.full([y.shape[0]], 1.0, tl.float32)
+    if tl.max((~((power > 1e-25) & (power < 1e25))).to(tl.int32), 0) > 0:
+        # 2^e next to the peak keeps squares in range; times it and its inverse is exact
+        peak = tl.max(tl.abs(y), 1).to(tl.int32, bitcast=True)
+        exponent = tl.minimum(tl.maximum(peak & 0x7F800000, 0x00800000), 0x7E800000)
+        unit = exponent.to(tl.float32, bitcast=True)
+        y = y * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
+        power = tl.sum(y * y, 1)
+    return y, power, unit
+
+
+@triton.jit
+def best_scale(y, rms, m_column, p_levels, p_bounds, cells, WRITER: tl.constexpr):
+    """Which of WRITER.scales [rows], times rms, leaves the smallest error at equal weights: the first of the best."""
+    SIDE: tl.constexpr = WRITER.how
+    BITS: tl.constexpr = SIDE.bits
+    ASM: tl.constexpr = WRITER.groups
+    SCALES: tl.constexpr = WRITER.scales
+    best = tl.full(rms.shape, -1.0, tl.float32)
+    chosen = tl.full(rms.shape, 1.0, tl.float32)
+    for i in range(len(SCALES)):
+        scale = tl.full([], SCALES[0], tl.float32)
+        for n in tl.static_range(1, len(SCALES)):
+            scale = tl.where(i == n, SCALES[n], scale)
+        size = rms * scale
+        if len(ASM) > 0:
+            _, squares, products = quantise_groups(y, (1.0 / size)[:, None], size[:, None], cells, ASM, SIDE.groups)
+            squares = energy_of(squares, WRITER.square)
+            m = (tl.arange(0, SIDE.groups) < SIDE.dim // 8)[None, :]
+        else:
+            code = quantise(y * (1.0 / size)[:, None], p_bounds, BITS, WRITER.grid)
+            level = to_levels(code.to(tl.uint32), p_levels, BITS, SIDE.coef)
+            squares, products = level * level, y * level
+            m = m_column
+        if SIDE.columns > SIDE.dim:
+            squares = tl.where(m, squares, 0.0)
+            products = tl.where(m, products, 0.0)
+        mixed, energy = tl.sum(products, 1), tl.sum(squares, 1)
+        fits = tl.where(energy > 0, mixed * mixed / energy, 0.0)
+        chosen = tl.where(fits > best, scale, chosen)
+        best = tl.maximum(fits, best)
+    return chosen
+
+
+@triton.jit
 def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_levels, p_bounds, cells, p_data,
                 p_scale, DTYPE: tl.constexpr, WRITER: tl.constexpr, b_rows=None):  # fmt: skip
     """Encode vectors at p_row [rows] into bytes at p_data [rows] and scales at p_scale [rows] of type DTYPE."""
@@ -106,17 +154,11 @@ def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_leve
         tl.store(p[:, None] + o_coordinate[None, :], cast(x, DTYPE), mask=m)
     else:
         y = rotate(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, SIDE, b_rows)
-        power = tl.sum(y * y, 1)
-        unit = tl.full([p_row.shape[0]], 1.0, tl.float32)
-        if tl.max((~((power > 1e-25) & (power < 1e25))).to(tl.int32), 0) > 0:
-            # 2^e next to the peak keeps squares in range; times it and its inverse is exact
-            peak = tl.max(tl.abs(y), 1).to(tl.int32, bitcast=True)
-            exponent = tl.minimum(tl.maximum(peak & 0x7F800000, 0x00800000), 0x7E800000)
-            unit = exponent.to(tl.float32, bitcast=True)
-            y = y * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
-            power = tl.sum(y * y, 1)
+        y, power, unit = in_range(y)
         rms = tl.sqrt(power / DIM)
         rms = tl.where(rms > 0, rms, 1.0)
+        if len(WRITER.scales) > 0:
+            rms = rms * best_scale(y, rms, m_column, p_levels, p_bounds, cells, WRITER)
         inverse = 1.0 / rms
         if len(ASM) > 0:
             word, squares, products = quantise_groups(y, inverse[:, None], rms[:, None], cells, ASM, GROUPS)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ....attention.step import Rows
 from ....format.codec import Codec, Codes
-from ....format.fit import refuse
 from ....storage.pages import Pages
 from ..common import specialise
 from ..common.launcher import Launch, most_seqs
 from ..common.target import multiprocessors
+from . import fit_launch
 from .encode import encode_kernel
 from .kernels import append_codes_kernel, append_kernel
 
@@ -33,28 +33,21 @@ def seqs_constant(rows: Rows) -> int:
     return 0 if rows.single else most_seqs(rows.starts.shape[0] - 1)
 
 
-def constants(codec: Codec, writer: specialise.Writer, device: torch.device) -> tuple[Tensor | None, ...]:
-    """Rotation matrix, levels and boundaries for a Writer."""
-    if not codec.coded:
-        return None, None, None
-    dtype = next(dtype for dtype, name in specialise.DTYPES.items() if name == writer.how.operand)
-    matrix = specialise.lane_matrix(codec, dtype, device) if writer.alone else specialise.matrix(codec, dtype, device)
-    return matrix, codec.level_tensor(torch.float32, device), specialise.bounds(codec, writer, device)
-
-
-def encode(x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
+def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None = None) -> Codes:
     data = x.new_empty((*x.shape[:-1], codec.row_bytes), dtype=torch.uint8)
     scale = x.new_empty(x.shape[:-1], dtype=codec.dtype) if codec.coded else None
     flat = x.reshape(-1, *x.shape[-2:])
     n, heads = flat.shape[0] * flat.shape[1], flat.shape[1]
-    if n:
-        how = specialise.writer(codec, x.dtype, offset is not None)
+    if n and fit is not None and scale is not None and fit.shape[1]:
+        fit_launch.encode(flat, codec, offset, fit, data, scale)
+    elif n:
+        how = specialise.writer(codec, x.dtype, offset is not None, fit=specialise.fit_of(fit))
         rows = _rows(n, how)
         encode_kernel[(triton.cdiv(n, rows),)](
             flat,
             *flat.stride(),
             offset,
-            *constants(codec, how, x.device),
+            *specialise.constants(codec, how, x.device),
             data,
             scale,
             codec.row_bytes,
@@ -78,16 +71,27 @@ def prepare_append(
     """`append` of tensors like k and v, which it takes by name.
 
     key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous. counted: see `Step`."""
-    refuse("triton", pages.key_fit, pages.value_fit)
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
     changed = key_scale is not None or pages.key_offset is not None, pages.value_offset is not None
     sides = (key, k.dtype, changed[0]), (value, v.dtype, changed[1])
+    fits = specialise.fit_of(pages.key_fit), specialise.fit_of(pages.value_fit)
     n = tokens * pages.kv_heads
-    k_how, v_how = (specialise.writer(*side) for side in sides)
+    sequences = _sequences(pages, where, counted)
+    if "weights" in fits:
+        few = FEW_ROWS, blocks(tokens, pages.seqs, pages.kv_heads, FEW_ROWS)
+        count = blocks(tokens, pages.seqs, 1, fit_launch.VECTORS.value) * pages.kv_heads
+        place = _place(pages, where, tokens)
+        return fit_launch.prepare_append(pages, k, v, key_scale, place, sequences, counted, few, count)
+    k_how, v_how = (specialise.writer(*side, fit=fit) for side, fit in zip(sides, fits, strict=True))
     rows = _rows(n, k_how, v_how)
     long = n > MANY_VECTORS and tokens >= rows * pages.seqs and pages.page_size >= FEW_ROWS
     alone = (
-        long and rows == MANY_ROWS and all(specialise.factored(*side) for side in sides) and _aligned(k) and _aligned(v)
+        long
+        and rows == MANY_ROWS
+        and not any(fits)
+        and all(specialise.factored(*side) for side in sides)
+        and _aligned(k)
+        and _aligned(v)
     )
     warps, programs = 4, 4  # of a program; programs of a multiprocessor
     if alone:
@@ -98,10 +102,9 @@ def prepare_append(
         if long
         else blocks(tokens, pages.seqs, pages.kv_heads, rows)
     )
-    sequences = _sequences(pages, where, counted)
     own = sequences[0] == 0 and pages.kv_heads <= rows and n <= MANY_VECTORS
-    k_matrix, k_levels, k_bounds = constants(key, k_how, k.device)
-    v_matrix, v_levels, v_bounds = constants(value, v_how, v.device)
+    k_matrix, k_levels, k_bounds = specialise.constants(key, k_how, k.device)
+    v_matrix, v_levels, v_bounds = specialise.constants(value, v_how, v.device)
     most = programs * multiprocessors(k.device) // 2
     return Launch(
         append_kernel,

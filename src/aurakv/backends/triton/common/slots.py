@@ -121,7 +121,7 @@ def enter_sequence(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr
 
 @triton.jit
 def place_rows(pool, i_block, known, o_row, HEADS: tl.constexpr, LONG: tl.constexpr, RING: tl.constexpr,
-               ROWS: tl.constexpr):  # fmt: skip
+               ROWS: tl.constexpr, ANY_PAGE: tl.constexpr = False):  # fmt: skip
     """Rows o_row (token, head) of a block of an append: their token, head, row inside the page, the page's piece for
     that head, and which of them are written."""
     table, _, _, _, _, _, _, width, page_size, pinned = pool
@@ -138,7 +138,7 @@ def place_rows(pool, i_block, known, o_row, HEADS: tl.constexpr, LONG: tl.conste
     if RING:  # of tokens that share a slot only the last one stays
         new = old + (i_to - i_from)
         m_row = m_row & ((position < pinned * page_size) | (position >= new - (width - pinned) * page_size))
-    if LONG and ROWS == 16:  # no page is smaller then: one division for all rows
+    if LONG and ROWS == 16 and not ANY_PAGE:  # no page is smaller then: one division for all rows
         first, size = (old + start).to(tl.uint32), page_size.to(tl.uint32)  # the shorter division
         i_row = (first % size).to(tl.int32) + o_row
         over = (i_row >= page_size).to(tl.int32)

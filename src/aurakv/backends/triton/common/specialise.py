@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ....format.codec import Codec
+from ....format.fit import SCALES
 from ....format.levels import Levels
 from ....format.rotation import hadamard
+from ..append.fit_tables import level_unit
 from ..append.grids import cell_tensor, grid_tensor, groups_asm, square_table, wide_cells
 from .arithmetic import curve, float16_unit, nibble_asm, polynomial
 from .codes import INTERPRETED
@@ -85,6 +87,10 @@ class Writer(NamedTuple):
     groups: str = ""  # PTX that quantises groups by cells, "" to look boundaries and levels up
     grid: tuple[float, ...] = ()  # slope and start of Cells, and their number, to look boundaries up by; () to search
     square: float = 0.0  # see codes.energy_of
+    scales: tuple[float, ...] = ()  # that are tried, times the root mean square of a vector; () for that alone
+    weights: bool = False  # whether coordinates make up for the errors of others, see append/fit.py
+    unit: float = 1.0  # with weights: what levels are over, as sums of so many float16 numbers
+    parts: int = 1
 
 
 def operand_of(dtype: torch.dtype) -> Any:
@@ -124,13 +130,15 @@ def side(codec: Codec, float32: bool, query: torch.dtype, key: bool = False) -> 
 
 
 @functools.cache
-def encoder(codec: Codec, source: torch.dtype, changed: bool) -> Encoder:
-    """changed: vectors get a key_scale or an offset in float32, which three bfloat16 numbers hold as well."""
+def encoder(codec: Codec, source: torch.dtype, changed: bool, few_warps: bool = False) -> Encoder:
+    """changed: vectors get a key_scale or an offset in float32, which three bfloat16 numbers hold as well. few_warps: a
+    warp for each 128 coordinates, whose registers hold no whole rotation matrix."""
     width = columns(codec)
     if not codec.coded:
         return Encoder(codec.dim, 16, width, 0, 16, (), False, 1.0, 0, 0.0, tl.float32, 1)
     operand = operand_of(torch.bfloat16 if changed else source)
     chunk = min(codec.dim & -codec.dim, max(16, (8192 if operand == tl.float32 else 16384) // width))
+    chunk = min(chunk, 32) if few_warps else chunk
     return Encoder(
         codec.dim,
         codec.bits,
@@ -154,19 +162,47 @@ def bounds(codec: Codec, writer: Writer, device: torch.device) -> Tensor:
     return grid_tensor(codec.levels, device) if writer.grid else codec.boundary_tensor(torch.float32, device)
 
 
+Fit = Literal["", "scales", "weights"]
+
+
+def fit_of(fit: Tensor | None) -> Fit:
+    """How vectors with such a fit are rounded (format/fit.py)."""
+    return "" if fit is None else "weights" if fit.shape[1] else "scales"
+
+
 @functools.cache
-def writer(codec: Codec, source: torch.dtype, changed: bool, alone: bool = False) -> Writer:
-    """alone: for warps with vectors of their own, if `factored` says that they can have them."""
-    how = encoder(codec, source, changed)
+def writer(
+    codec: Codec, source: torch.dtype, changed: bool, alone: bool = False, fit: Fit = "", few_warps: bool = False
+) -> Writer:
+    """alone: for warps with vectors of their own, if `factored` says that they can have them. few_warps: see
+    `encoder`."""
+    how = encoder(codec, source, changed, few_warps)
     if not codec.coded:
         return Writer(how)
-    lsq = codec.scale == "lsq"
+    lsq = codec.scale == "lsq" or fit != ""
+    scales, grid = SCALES if fit else (), wide_cells(codec.levels)
+    cells = (grid.slope, grid.start, len(grid.bounds)) if grid else ()
+    if fit == "weights":
+        return Writer(how, False, "", cells, 0.0, scales, True, *level_unit(codec.levels))
     groups = "" if INTERPRETED.value else groups_asm(codec.levels, lsq)
     if not groups:
-        grid = wide_cells(codec.levels)
-        return Writer(how, grid=(grid.slope, grid.start, len(grid.bounds)) if grid else ())
+        return Writer(how, grid=cells, scales=scales)
     found = None if lsq else square_table(codec.levels)
-    return Writer(how, alone, groups, square=found[1] ** 2 if found else 0.0)
+    return Writer(how, alone, groups, square=found[1] ** 2 if found else 0.0, scales=scales)
+
+
+def constants(codec: Codec, writer: Writer, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Rotation matrix, levels and boundaries for a Writer."""
+    if not codec.coded:
+        return None, None, None
+    dtype = next(dtype for dtype, name in DTYPES.items() if name == writer.how.operand)
+    if writer.alone:
+        rotation = lane_matrix(codec, dtype, device)
+    else:
+        rotation = matrix(codec, dtype, device, order="natural" if writer.weights else "planes")
+    if writer.weights:
+        return rotation, codec.level_tensor(torch.float32, device), codec.boundary_tensor(torch.float32, device)
+    return rotation, codec.level_tensor(torch.float32, device), bounds(codec, writer, device)
 
 
 def single_product(how: Encoder) -> bool:
