@@ -104,7 +104,10 @@ def best_scale(y, rms, m_column, p_levels, p_bounds, cells, WRITER: tl.constexpr
     """Which of WRITER.scales [rows], times rms, leaves the smallest error at equal weights: the first of the best."""
     SIDE: tl.constexpr = WRITER.how
     BITS: tl.constexpr = SIDE.bits
+    COEF: tl.constexpr = SIDE.coef
+    GROUPS: tl.constexpr = SIDE.groups
     ASM: tl.constexpr = WRITER.groups
+    GRID: tl.constexpr = WRITER.grid
     SCALES: tl.constexpr = WRITER.scales
     best = tl.full(rms.shape, -1.0, tl.float32)
     chosen = tl.full(rms.shape, 1.0, tl.float32)
@@ -114,12 +117,12 @@ def best_scale(y, rms, m_column, p_levels, p_bounds, cells, WRITER: tl.constexpr
             scale = tl.where(i == n, SCALES[n], scale)
         size = rms * scale
         if len(ASM) > 0:
-            _, squares, products = quantise_groups(y, (1.0 / size)[:, None], size[:, None], cells, ASM, SIDE.groups)
+            _, squares, products = quantise_groups(y, (1.0 / size)[:, None], size[:, None], cells, ASM, GROUPS)
             squares = energy_of(squares, WRITER.square)
-            m = (tl.arange(0, SIDE.groups) < SIDE.dim // 8)[None, :]
+            m = (tl.arange(0, GROUPS) < SIDE.dim // 8)[None, :]
         else:
-            code = quantise(y * (1.0 / size)[:, None], p_bounds, BITS, WRITER.grid)
-            level = to_levels(code.to(tl.uint32), p_levels, BITS, SIDE.coef)
+            code = quantise(y * (1.0 / size)[:, None], p_bounds, BITS, GRID)
+            level = to_levels(code.to(tl.uint32), p_levels, BITS, COEF)
             squares, products = level * level, y * level
             m = m_column
         if SIDE.columns > SIDE.dim:

@@ -3,14 +3,15 @@
 A vector is tried at WRITER.scales times its root mean square. With equal weights the best of these is all there is to
 find (`best_scale`). With weights, coordinate i of a vector aims at z_i / scale minus what earlier levels have added to
 it, sum over j < i of A_ij l_j, where z = A y. A lane has one (vector, scale) and goes through its coordinates in blocks
-of BLOCK: inside a block by multiply-adds, and from a block to all later ones by products of the tensor cores, which
-have one tile of sums [rows, BLOCK] for each block that is still to come.
+of BLOCK: inside a block by multiply-adds, and from a block to later ones by products of the tensor cores. PANEL blocks
+have their sums, tiles [rows, BLOCK], in registers; what blocks of earlier panels add to them comes first.
 
 fit: (A float16 [dim, dim] with ones on its diagonal; near float32 [dim, BLOCK], of each row of A what lies in its own
 block before the diagonal, there d; cells float32 [cells, 4], see `nearest`) of one head.
-scratch: of one program, float32: z of VECTORS vectors, their sizes and sums d z², the words of codes of all rows.
+scratch: of one program, float32: z of VECTORS vectors, their sizes and sums d z², codes and levels of all rows.
 Levels are over WRITER.unit here, so that they are float16 numbers or sums of two.
-Constexprs: WRITER (specialise.Writer) with weights.
+Constexprs: WRITER (specialise.Writer) with weights; TOGETHER vectors are rounded at a time: with all scales as many rows
+as there are lanes.
 """
 
 # mypy: ignore-errors
@@ -23,7 +24,7 @@ from .encode import in_range, rotate
 
 BLOCK = tl.constexpr(16)
 VECTORS = tl.constexpr(16)  # whose z is found together, a tile of the tensor cores
-TOGETHER = tl.constexpr(4)  # vectors whose coordinates are rounded together: with all scales the lanes of a warp
+PANEL = tl.constexpr(4)
 
 
 @triton.constexpr_function
@@ -33,9 +34,9 @@ def mirrored(i):
 
 
 @triton.constexpr_function
-def scratch_size(dim):
-    """float32 numbers of a program: z, sizes, sums, and words of up to 64 bits for each eight coordinates of 32 rows."""
-    return 16 * dim + 32 + 32 * (dim // 8) * 2
+def scratch_size(dim, rows):
+    """float32 numbers of a program: z, sizes, sums; words of up to 64 bits for eight coordinates; levels in two parts."""
+    return 16 * dim + 32 + rows * (dim // 8) * 2 + rows * dim
 
 
 @triton.jit
@@ -151,23 +152,42 @@ def find_aims(p_row, stride, change, o_head, m_row, p_matrix, fit, p_scratch, WR
 
 
 @triton.jit
-def feed_back(sums, levels, p_matrix, i_block, WRITER: tl.constexpr):
-    """Sums of the blocks after i_block, with the products of its levels and A."""
+def add_products(sums, FIRST: tl.constexpr, x, p_matrix, i_block, i_column, WRITER: tl.constexpr):
+    """Sums of blocks i_block + FIRST …, with the products of A and the levels x of block i_column, in both parts."""
     DIM: tl.constexpr = WRITER.how.dim
     o_block = tl.arange(0, BLOCK)
-    x = join_columns(levels)
-    high = x.to(tl.float16)
-    low = (x - high.to(tl.float32)).to(tl.float16)
     added = ()
-    for n in tl.static_range(1, len(sums)):
+    for n in tl.static_range(FIRST, PANEL):
         i_row = o_block + (i_block + n) * BLOCK
-        p = p_matrix + i_row[None, :] * DIM + (o_block + i_block * BLOCK)[:, None]
+        p = p_matrix + i_row[None, :] * DIM + (o_block + i_column * BLOCK)[:, None]
         b = tl.load(p, mask=(i_row < DIM)[None, :], other=0)
-        total = tl.dot(high, b, sums[n])
+        total = tl.dot(x[0], b, sums[n])
         if WRITER.parts == 2:
-            total = tl.dot(low, b, total)
+            total = tl.dot(x[1], b, total)
         added = added + (total,)  # noqa: RUF005
-    return added + (tl.zeros([x.shape[0], BLOCK], tl.float32),)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def in_parts(x, WRITER: tl.constexpr):
+    """Levels as the sum of two float16 numbers, or as one, twice."""
+    high = x.to(tl.float16)
+    if WRITER.parts == 2:
+        return high, (x - high.to(tl.float32)).to(tl.float16)
+    else:
+        return high, high
+
+
+@triton.jit
+def earlier_sums(p_parts, p_matrix, i_panel, ROWS: tl.constexpr, WRITER: tl.constexpr):
+    """What the levels at p_parts [2, rows, dim], of all blocks before i_panel, add to those of its panel."""
+    DIM: tl.constexpr = WRITER.how.dim
+    sums = no_sums(ROWS, PANEL)
+    for i_column in range(i_panel):
+        p = p_parts + tl.arange(0, ROWS)[:, None] * DIM + (tl.arange(0, BLOCK) + i_column * BLOCK)[None, :]
+        x = (tl.load(p), tl.load(p + (WRITER.parts - 1) * ROWS * DIM))
+        sums = add_products(sums, 0, x, p_matrix, i_panel, i_column, WRITER)
+    return sums
 
 
 @triton.jit
@@ -180,7 +200,7 @@ def no_sums(ROWS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def fit_vectors(i_first, fit, p_levels, p_bounds, p_scratch, p_data, p_scale, m_vector, DTYPE: tl.constexpr,
-                WRITER: tl.constexpr):  # fmt: skip
+                WRITER: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
     """Round vectors i_first … of what find_aims left, TOGETHER of them, and write codes and scales where m_vector."""
     SIDE: tl.constexpr = WRITER.how
     DIM: tl.constexpr = SIDE.dim
@@ -194,40 +214,58 @@ def fit_vectors(i_first, fit, p_levels, p_bounds, p_scratch, p_data, p_scale, m_
     inverse = (1.0 / WRITER.unit) / scale_at(o_row % COUNT, SCALES)
     p_aim = p_scratch + (i_first + o_row // COUNT) * DIM
     p_words = (p_scratch + (VECTORS * DIM + 2 * VECTORS)).to(tl.pointer_type(WORD), bitcast=True)
-    sums = no_sums(ROWS, DIM // BLOCK)
+    p_parts = (p_scratch + (VECTORS * DIM + 2 * VECTORS + ROWS * (DIM // 8) * 2)).to(
+        tl.pointer_type(tl.float16), bitcast=True
+    )
+    p_part = p_parts + o_row[:, None] * DIM + tl.arange(0, BLOCK)[None, :]
+    # of what is left of the aim t = z / scale, rest = t - A l: sums of d rest², d rest (A l) and d (A l)²
+    error = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS], tl.float32)
     energy = tl.zeros([ROWS], tl.float32)
-    for i_block in range(DIM // BLOCK):
-        before = split_columns(sums[0])
-        aim = ()
-        for i in tl.static_range(0, BLOCK, 4):
-            aim = aim + load_four(p_aim + i_block * BLOCK + i)
-        levels = ()
-        word = tl.zeros([ROWS], WORD)
-        near = load_row(fit[1] + i_block * (BLOCK * BLOCK) + 0 * o_row, 0)
-        total = before[0]
-        for i in tl.static_range(BLOCK):
-            cost = near[i]
-            if i < BLOCK - 1:  # what the next coordinate needs but for this one's level, before anything waits for that
-                near = load_row(fit[1] + i_block * (BLOCK * BLOCK) + 0 * o_row, i + 1)
-                ahead = before[i + 1]
-                for j in tl.static_range(i):
-                    ahead += near[j] * levels[j]
-            code, level = nearest(aim[i] * inverse - total, fit[2], p_levels, p_bounds, WRITER)
-            total += level
-            mixed += cost * total * aim[i]
-            energy += cost * total * total
-            if i < BLOCK - 1:
-                total = ahead + near[i] * level
-            levels = levels + (level,)  # noqa: RUF005
-            word += code.to(WORD) << (i % 8 * BITS)
-            if i % 8 == 7:
-                tl.store(p_words + o_row * (DIM // 8) + i_block * 2 + i // 8, word)
-                word = tl.zeros([ROWS], WORD)
-        sums = feed_back(sums, levels, fit[0], i_block, WRITER)
-    tl.debug_barrier()
-    fits = tl.where(energy > 0, mixed * mixed / energy, 0.0)
-    best = tl.argmax(tl.reshape(fits, [TOGETHER, COUNT]), 1)
+    for i_panel in range(0, DIM // BLOCK, PANEL):
+        sums = earlier_sums(p_parts, fit[0], i_panel, ROWS, WRITER)
+        for i_block in range(i_panel, min(i_panel + PANEL, DIM // BLOCK)):
+            before = split_columns(sums[0])
+            aim = ()
+            for i in tl.static_range(0, BLOCK, 4):
+                aim = aim + load_four(p_aim + i_block * BLOCK + i)
+            levels = ()
+            word = tl.zeros([ROWS], WORD)
+            near = load_row(fit[1] + i_block * (BLOCK * BLOCK) + 0 * o_row, 0)
+            total = before[0]
+            for i in tl.static_range(BLOCK):
+                cost = near[i]
+                if i < BLOCK - 1:  # what the next one needs but for this one's level, before anything waits for that
+                    near = load_row(fit[1] + i_block * (BLOCK * BLOCK) + 0 * o_row, i + 1)
+                    ahead = before[i + 1]
+                    for j in tl.static_range(i):
+                        ahead += near[j] * levels[j]
+                u = aim[i] * inverse - total
+                code, level = nearest(u, fit[2], p_levels, p_bounds, WRITER)
+                total += level
+                rest = u - level
+                weighted = cost * rest
+                error += weighted * rest
+                mixed += weighted * total
+                energy += cost * total * total
+                if i < BLOCK - 1:
+                    total = ahead + near[i] * level
+                levels = levels + (level,)  # noqa: RUF005
+                word += code.to(WORD) << (i % 8 * BITS)
+                if i % 8 == 7:
+                    tl.store(p_words + o_row * (DIM // 8) + i_block * 2 + i // 8, word)
+                    word = tl.zeros([ROWS], WORD)
+            x = in_parts(join_columns(levels), WRITER)
+            if DIM > PANEL * BLOCK:
+                tl.store(p_part + i_block * BLOCK, x[0])
+                if WRITER.parts == 2:
+                    tl.store(p_part + (i_block * BLOCK + ROWS * DIM), x[1])
+            sums = add_products(sums, 1, x, fit[0], i_block, i_block, WRITER) + no_sums(ROWS, 1)
+        tl.debug_barrier()
+    # y'Gy - (y'Gl)² / l'Gl, which the best has least of: differences of large sums would hide it
+    loss = (error - tl.where(energy > 0, mixed * mixed / energy, 0.0)) / (inverse * inverse)
+    mixed = (mixed + energy) / inverse
+    best = tl.argmin(tl.reshape(loss, [TOGETHER, COUNT]), 1)  # the first of equals
     m_best = tl.arange(0, COUNT)[None, :] == best[:, None]
     mixed = tl.sum(tl.where(m_best, tl.reshape(mixed, [TOGETHER, COUNT]), 0.0), 1)
     energy = tl.sum(tl.where(m_best, tl.reshape(energy, [TOGETHER, COUNT]), 0.0), 1)

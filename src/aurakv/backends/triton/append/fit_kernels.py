@@ -1,8 +1,9 @@
 """Appends and encoding of vectors whose codes are fitted with weights (fit.py), a side of its own or both.
 
 As in kernels.py and encode.py, but for: matrix, rotated coordinates in their natural order; fit, see fit.py, here of all
-heads; scratch float32 [programs, sides, fit.scratch_size].
-Constexprs: as in kernels.py. Sides with weights take blocks of fit.VECTORS tokens of one head, other sides blocks of
+heads; scratch float32 [programs, sides with weights,
+fit.scratch_size].
+Constexprs: as in kernels.py; TOGETHER see fit.py. Sides with weights take blocks of fit.VECTORS tokens of one head, other sides blocks of
 ROWS (token, head) pairs.
 The launcher guarantees: as in kernels.py; `key_blocks` and `value_blocks` are counts of such blocks.
 """
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common.slots import advance_lengths, enter_sequence, no_sequence, place_rows
-from .fit import TOGETHER, VECTORS, find_aims, fit_vectors, scratch_size
+from .fit import VECTORS, find_aims, fit_vectors, scratch_size
 from .kernels import append_blocks, row_places
 
 VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "key_blocks", "value_blocks"]
@@ -26,7 +27,7 @@ def fit_of(fit, i_head, DIM: tl.constexpr):
 
 
 @triton.jit
-def groups_of(m_row):
+def groups_of(m_row, TOGETHER: tl.constexpr):
     """How many groups of TOGETHER rows there are up to the last one of m_row [VECTORS]."""
     last = tl.max(tl.where(m_row, tl.arange(0, VECTORS) + 1, 0), 0)
     return (last + (TOGETHER - 1)) // TOGETHER
@@ -34,7 +35,7 @@ def groups_of(m_row):
 
 @triton.jit
 def places_of(side, data, page_bytes, pool, i_block, known, i_first, BYTES: tl.constexpr, DTYPE: tl.constexpr,
-              HEADS: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+              HEADS: tl.constexpr, RING: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
     """Where codes and scales of vectors i_first … of a block go, and which of them are written."""
     o_row = i_first + tl.arange(0, TOGETHER)
     _, _, i_row, o_piece, m_vector = place_rows(pool, i_block, known, o_row, HEADS, True, RING, VECTORS, True)
@@ -45,7 +46,7 @@ def places_of(side, data, page_bytes, pool, i_block, known, i_first, BYTES: tl.c
 @triton.jit
 def append_fitted(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
                   WRITER: tl.constexpr, HEADS: tl.constexpr, COUNTED: tl.constexpr, RING: tl.constexpr,
-                  SEQS: tl.constexpr):  # fmt: skip
+                  SEQS: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
     """kernels.append_blocks for a side with weights."""
     x, stride, change, matrix, levels, bounds, _, _ = side
     SIDE: tl.constexpr = WRITER.how
@@ -60,23 +61,24 @@ def append_fitted(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: t
         p_row = x + i_token.to(tl.int64) * stride[0] + i_head * stride[1]
         near = fit_of(fit, i_block % HEADS, SIDE.dim)
         find_aims(p_row, stride[2], change, i_head * SIDE.dim, m_row, matrix, near, p_scratch, WRITER)
-        for i_group in range(groups_of(m_row)):
+        for i_group in range(groups_of(m_row, TOGETHER)):
             i_first = i_group * TOGETHER
             p_data, p_scale, m_vector = places_of(
-                side, data, page_bytes, pool, i_block, known, i_first, BYTES, DTYPE, HEADS, RING
+                side, data, page_bytes, pool, i_block, known, i_first, BYTES, DTYPE, HEADS, RING, TOGETHER
             )
-            fit_vectors(i_first, near, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER)
+            fit_vectors(i_first, near, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER)
     return refused
 
 
 @triton.jit
 def append_fitted_side(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
                        WRITER: tl.constexpr, HEADS: tl.constexpr, COUNTED: tl.constexpr, RING: tl.constexpr,
-                       SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                       SEQS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
     if WRITER.weights:
         return append_fitted(
-            side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, COUNTED, RING, SEQS
-        )
+            side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, COUNTED, RING, SEQS,
+            TOGETHER,
+        )  # fmt: skip
     else:
         return append_blocks(
             side, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, False, COUNTED, RING, SEQS, ROWS
@@ -140,6 +142,7 @@ def append_fitted_kernel(
     SEQS_AT_ONCE: tl.constexpr,
     ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """k, v [tokens, heads, dim] behind their sequences: program (blocks, side)."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
@@ -147,17 +150,20 @@ def append_fitted_kernel(
            key_scales)  # fmt: skip
     value = (v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, value_codes,
              value_scales)  # fmt: skip
-    SIZE: tl.constexpr = scratch_size(max(K.how.dim, V.how.dim))
-    p_scratch = scratch + (tl.program_id(0) * 2 + tl.program_id(1)).to(tl.int64) * SIZE
+    SIZE: tl.constexpr = scratch_size(max(K.how.dim, V.how.dim), TOGETHER * len(K.scales if K.weights else V.scales))
+    i_scratch = tl.program_id(0)
+    if K.weights and V.weights:
+        i_scratch = i_scratch * 2 + tl.program_id(1)
+    p_scratch = scratch + i_scratch.to(tl.int64) * SIZE
     if tl.program_id(1) == 0:
         refused = append_fitted_side(
             key, (key_fit, key_near, key_cells), p_scratch, data, page_bytes, pool, key_blocks, K_BYTES, K_DTYPE, K,
-            HEADS, COUNTED, RING, SEQS, ROWS,
+            HEADS, COUNTED, RING, SEQS, ROWS, TOGETHER,
         )  # fmt: skip
     else:
         refused = append_fitted_side(
             value, (value_fit, value_near, value_cells), p_scratch, data, page_bytes, pool, value_blocks, V_BYTES,
-            V_DTYPE, V, HEADS, COUNTED, RING, SEQS, ROWS,
+            V_DTYPE, V, HEADS, COUNTED, RING, SEQS, ROWS, TOGETHER,
         )  # fmt: skip
     if COUNTED:
         if refused:
@@ -187,10 +193,11 @@ def encode_fitted_kernel(
     HEADS: tl.constexpr,
     DTYPE: tl.constexpr,
     WRITER: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """x [tokens, heads, dim] into data [tokens, heads, row_bytes] and scale [tokens, heads]: programs of a grid."""
     SIDE: tl.constexpr = WRITER.how
-    p_scratch = scratch + tl.program_id(0).to(tl.int64) * scratch_size(SIDE.dim)
+    p_scratch = scratch + tl.program_id(0).to(tl.int64) * scratch_size(SIDE.dim, TOGETHER * len(WRITER.scales))
     blocks = (tokens + (VECTORS - 1)) // VECTORS * HEADS
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         i_head, i_token = i_block % HEADS, i_block // HEADS * VECTORS
@@ -200,11 +207,11 @@ def encode_fitted_kernel(
         of_head = fit_of((fit, near, cells), i_head, SIDE.dim)
         o_head = i_head * SIDE.dim + 0 * o_token
         find_aims(p_row, stride_dim, (None, offset), o_head, m_row, matrix, of_head, p_scratch, WRITER)
-        for i_group in range(groups_of(m_row)):
+        for i_group in range(groups_of(m_row, TOGETHER)):
             i_first = i_group * TOGETHER
             o_row = i_token + i_first + tl.arange(0, TOGETHER)
             o_vector = o_row.to(tl.int64) * HEADS + i_head
             fit_vectors(
                 i_first, of_head, levels, bounds, p_scratch, data + o_vector * row_bytes, scale + o_vector,
-                o_row < tokens, DTYPE, WRITER,
+                o_row < tokens, DTYPE, WRITER, TOGETHER,
             )  # fmt: skip

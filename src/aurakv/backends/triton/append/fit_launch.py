@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....format.codec import Codec, Codes
+from ....format.fit import SCALES
 from ....storage.pages import Pages
 from ..common import specialise
 from ..common.launcher import Launch
@@ -16,7 +17,8 @@ from .fit import VECTORS, scratch_size
 from .fit_kernels import append_fitted_kernel, encode_fitted_kernel
 from .fit_tables import level_cells, unpacked
 
-PROGRAMS = 8  # of a multiprocessor, for each side; a few hundred kilobytes of scratch
+WARPS = 8  # of a multiprocessor, for each side
+REGISTERS = 168
 
 
 def prepare_append(
@@ -41,7 +43,8 @@ def prepare_append(
     k_matrix, k_levels, k_bounds = specialise.constants(key, k_how, k.device)
     v_matrix, v_levels, v_bounds = specialise.constants(value, v_how, v.device)
     counts = [blocks if how.weights else few[1] for how in (k_how, v_how)]
-    programs = min(max(counts), PROGRAMS * multiprocessors(k.device))
+    warps = _warps(k_how, v_how)
+    programs = min(max(counts), WARPS // warps * multiprocessors(k.device))
     return Launch(
         append_fitted_kernel,
         (programs, 2),
@@ -60,7 +63,7 @@ def prepare_append(
         v_bounds,
         *_fit(key, k_how, pages.key_fit),
         *_fit(value, v_how, pages.value_fit),
-        _scratch(2 * programs, max(key.dim, value.dim), k.device),
+        _scratch(programs * (k_how.weights + v_how.weights), max(key.dim, value.dim), warps, k.device),
         *place,
         *counts,
         pages.kv_heads,
@@ -74,8 +77,10 @@ def prepare_append(
         pages.ring,
         *sequences,
         few[0],
-        num_warps=_warps(k_how, v_how),
+        _together(warps),
+        num_warps=warps,
         num_stages=1,
+        maxnreg=REGISTERS if warps < 4 else None,
     )
 
 
@@ -83,14 +88,15 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor, data: Te
     """x [tokens, heads, dim] into data and scale."""
     tokens, heads = x.shape[:2]
     how = specialise.writer(codec, x.dtype, offset is not None, fit=specialise.fit_of(fit), few_warps=True)
-    programs = min(-(-tokens // VECTORS.value) * heads, 2 * PROGRAMS * multiprocessors(x.device))
+    warps = _warps(how)
+    programs = min(-(-tokens // VECTORS.value) * heads, WARPS // warps * multiprocessors(x.device))
     encode_fitted_kernel[(programs,)](
         x,
         *x.stride(),
         offset,
         *specialise.constants(codec, how, x.device),
         *_fit(codec, how, fit),
-        _scratch(programs, codec.dim, x.device),
+        _scratch(programs, codec.dim, warps, x.device),
         data,
         scale,
         codec.row_bytes,
@@ -98,8 +104,10 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor, data: Te
         heads,
         specialise.DTYPES[codec.dtype],
         how,
-        num_warps=_warps(how),
+        _together(warps),
+        num_warps=warps,
         num_stages=1,
+        maxnreg=REGISTERS if warps < 4 else None,
     )
 
 
@@ -109,10 +117,16 @@ def _fit(codec: Codec, how: specialise.Writer, fit: Tensor | None) -> tuple[Tens
     return *unpacked(fit, codec.dim), level_cells(codec, fit.device)
 
 
-def _scratch(programs: int, dim: int, device: torch.device) -> Tensor:
-    return torch.empty(programs, scratch_size(dim), dtype=torch.float32, device=device)
+def _scratch(programs: int, dim: int, warps: int, device: torch.device) -> Tensor:
+    size = scratch_size(dim, _together(warps) * len(SCALES))
+    return torch.empty(programs, size, dtype=torch.float32, device=device)
 
 
 def _warps(*sides: specialise.Writer) -> int:
-    """One, as long as registers hold the sums of all blocks of coordinates."""
-    return max(1, *(side.how.columns // 128 for side in sides))
+    """What registers hold of 16 vectors."""
+    return min(4, max(1, *(side.how.columns // 64 for side in sides)))
+
+
+def _together(warps: int) -> int:
+    """Vectors that are rounded together: with all scales one for each lane."""
+    return 32 * warps // len(SCALES)
