@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 import aurakv as kv
+from aurakv import backends
 from aurakv.attention import ops
 from aurakv.attention.step import Rows
+from aurakv.backends import reference
 from aurakv.calibration.policy import LayerPolicy, Policy, shipped
 from aurakv.errors import InputError
 from aurakv.vllm.layer import TOKENS, Batch, Layer, Memory
@@ -375,3 +377,25 @@ def test_pages_of_whole_blocks_have_no_padding() -> None:
         for dim in (64, 80, 96, 128, 160, 256):
             format = kv.Format.parse(name, dim)
             assert format.layout(3 * TOKENS).bytes == 3 * TOKENS * format.bytes_per_token
+
+
+def test_key_weights_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are fitted as the policy says; its fits are made once, however many tables there are."""
+    torch.manual_seed(0)
+    format, weight = kv.Format.parse("k4v4", DIM), torch.rand(KV_HEADS, DIM) ** 4 + 0.01
+    policy, made = LayerPolicy("k4v4", key_weight=weight), []
+    wanted = policy.fits(format, KV_HEADS, CPU)
+    original = LayerPolicy.fits
+    monkeypatch.setattr(backends, "select", lambda *_: reference)
+    monkeypatch.setattr(LayerPolicy, "fits", lambda *given: made.append(given) or original(*given))
+    layer, memory = Layer(format, kv.Scoring(), policy=policy), Memory(CPU)
+    blocks = torch.zeros(3, KV_HEADS, BLOCK, format.bytes_per_token, dtype=torch.uint8)
+    x, out = torch.randn(5, KV_HEADS, DIM), torch.empty(5, KV_HEADS, DIM)
+    for block in (1, 2):
+        table, lengths = torch.tensor([[block]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+        batch = Batch(5, Rows(torch.tensor([0, 5], dtype=torch.int32)), lengths, table, memory)
+        layer.forward(x, x, x, blocks, batch, out)
+        stored = layer.pages(blocks, batch).stored(0, torch.arange(5))
+        for codes, codec, fit in zip(stored, (format.key, format.value), wanted, strict=True):
+            assert torch.equal(codes.data, kv.encode(x, codec, fit=fit, backend="reference").data)
+    assert len(made) == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import aurakv as kv
 from aurakv import backends
@@ -59,13 +60,15 @@ class NoFlash:
         return a[1]
 
 
-def make_layer(name: str, dim: int, scoring: kv.Scoring, flash: bool, changed: bool) -> Layer:
+def make_layer(
+    name: str, dim: int, scoring: kv.Scoring, flash: bool, changed: bool, weight: Tensor | None = None
+) -> Layer:
     scratch = torch.empty(1 << 22, dtype=torch.bfloat16)
     numbers = torch.rand(2, dim) if changed else None
     return Layer(
         kv.Format.parse(name, dim),
         scoring,
-        policy=LayerPolicy(name, key_offset=numbers, key_scale=numbers),
+        policy=LayerPolicy(name, key_offset=numbers, key_scale=numbers, key_weight=weight),
         prefill=Prefill(NoFlash(), lambda: (scratch, scratch)) if flash else None,
     )
 
@@ -121,6 +124,7 @@ def specialisations(layer: Layer, limits: Limits, heads: int, dtype: torch.dtype
 CASES = {  # format, dim, heads, scoring, flash attention, offsets and key scales, rows that decode
     "plain": ("k4v4", 128, 8, kv.Scoring(), True, False, 1),
     "changed": ("k8v4", 128, 8, kv.Scoring(), True, True, 1),
+    "fitted": ("k4v4", 128, 8, kv.Scoring(), True, True, 1),
     "window": ("k4v4", 64, 16, kv.Scoring(window=128), True, False, 1),
     "drafts": ("k4v4", 128, 8, kv.Scoring(), True, False, 4),
     "cap": ("k4v4", 256, 4, kv.Scoring(softcap=20.0), True, False, 1),
@@ -133,7 +137,7 @@ CASES = {  # format, dim, heads, scoring, flash attention, offsets and key scale
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel_is_warmed_up(case: str) -> None:
     name, dim, heads, scoring, flash, changed, rows = CASES[case]
-    layer = make_layer(name, dim, scoring, flash, changed)
+    layer = make_layer(name, dim, scoring, flash, changed, torch.rand(2, dim) + 0.1 if case == "fitted" else None)
     limits, dtype = LIMITS._replace(rows=rows), torch.bfloat16
     warm = launches(WarmUp(shape_of(layer, heads, 2, dtype), limits, CPU, layer).run)
     needed = specialisations(layer, limits, heads, dtype, 400)
@@ -141,5 +145,6 @@ def test_every_kernel_is_warmed_up(case: str) -> None:
     assert not missing
     kernels = {key[1] for key in warm}
     assert ("unpack_kernel" in kernels) == flash
+    assert ("append_fitted_kernel" in kernels) == (case == "fitted")
     assert ("extend_kernel" in kernels) == (not flash)
     assert len(warm) <= (40 if flash else 60), sorted(key[1] for key in warm)  # without it prompts take all kernels

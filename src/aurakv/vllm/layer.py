@@ -95,6 +95,7 @@ class Layer:
         self.with_first = scoring if beginnings is None else replace(scoring, first=beginnings.first)
         self.sink_logits = sink_logits
         self.policy = policy or LayerPolicy(format.name)
+        self._fits: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, blocks: Tensor, batch: Batch, out: Tensor) -> None:
         """Store the new tokens, if they come along, and write attention of all queries to out [rows, heads, dim].
@@ -149,6 +150,7 @@ class Layer:
         if found is None:
             tokens = blocks.shape[2]
             data = _pieces(blocks)
+            key_fit, value_fit = self._fits_on(data.device, data.shape[1])
             # trusted: each step looks at the contents once for all layers
             pages = Pages(
                 self.format,
@@ -159,6 +161,8 @@ class Layer:
                 batch.memory.overflow,
                 key_offset=_on(self.policy.key_offset, data),
                 value_offset=_on(self.policy.value_offset, data),
+                key_fit=key_fit,
+                value_fit=value_fit,
             ).trust()
             pages.check()
             entries = None
@@ -169,6 +173,12 @@ class Layer:
                 known.clear()
             known[key] = found
         return found
+
+    def _fits_on(self, device: torch.device, kv_heads: int) -> tuple[Tensor | None, Tensor | None]:
+        """How keys and values are rounded. Made once: it takes a Cholesky factorisation for each head."""
+        if device not in self._fits:
+            self._fits[device] = self.policy.fits(self.format, kv_heads, device)
+        return self._fits[device]
 
 
 def _pieces(blocks: Tensor) -> Tensor:

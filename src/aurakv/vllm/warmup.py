@@ -38,12 +38,13 @@ class Shape(NamedTuple):
     kv_heads: int
     dtype: torch.dtype
     scoring: Scoring
-    given: tuple[bool, ...]  # sink logits, offsets, key scale, another way for prompts, beginnings
+    given: tuple[bool, ...]  # sink logits, offsets, key scale, key weight, another way for prompts, beginnings
 
 
 def shape_of(layer: Layer, heads: int, kv_heads: int, dtype: torch.dtype) -> Shape:
     policy = layer.policy
-    given = layer.sink_logits, policy.key_offset, policy.value_offset, policy.key_scale, layer.prefill, layer.beginnings
+    tensors = policy.key_offset, policy.value_offset, policy.key_scale, policy.key_weight
+    given = layer.sink_logits, *tensors, layer.prefill, layer.beginnings
     return Shape(layer.format.name, heads, kv_heads, dtype, layer.scoring, tuple(x is not None for x in given))
 
 

@@ -10,8 +10,8 @@ fit: (A float16 [dim, dim] with ones on its diagonal; near float32 [dim, BLOCK],
 block before the diagonal, there d; cells float32 [cells, 4], see `nearest`) of one head.
 scratch: of one program, float32: z of VECTORS vectors, their sizes and sums d z², codes and levels of all rows.
 Levels are over WRITER.unit here, so that they are float16 numbers or sums of two.
-Constexprs: WRITER (specialise.Writer) with weights; TOGETHER vectors are rounded at a time: with all scales as many rows
-as there are lanes.
+Constexprs: WRITER (specialise.Writer) with weights; TOGETHER vectors are rounded at a time: with all scales as many
+rows as there are lanes.
 """
 
 # mypy: ignore-errors
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..common.codes import quantise, store_words, to_levels
-from .encode import in_range, rotate
+from .encode import in_range, rotate, whole_matrix
 
 BLOCK = tl.constexpr(16)
 VECTORS = tl.constexpr(16)  # whose z is found together, a tile of the tensor cores
@@ -35,7 +35,7 @@ def mirrored(i):
 
 @triton.constexpr_function
 def scratch_size(dim, rows):
-    """float32 numbers of a program: z, sizes, sums; words of up to 64 bits for eight coordinates; levels in two parts."""
+    """float32 numbers of a program: z, sizes, sums; words of 64 bits for eight coordinates; levels in two parts."""
     return 16 * dim + 32 + rows * (dim // 8) * 2 + rows * dim
 
 
@@ -58,11 +58,11 @@ def load_four(p):
 
 
 @triton.jit
-def load_row(p_block, I: tl.constexpr):
-    """Row I of a block of `near` up to the diagonal, for all rows p_block [rows] of a tile."""
+def load_row(p_block, ROW: tl.constexpr):
+    """Row ROW of a block of `near` up to the diagonal, for all rows p_block [rows] of a tile."""
     row = ()
-    for j in tl.static_range(0, I + 1, 4):
-        row = row + load_four(p_block + (I * BLOCK + j))
+    for j in tl.static_range(0, ROW + 1, 4):
+        row = row + load_four(p_block + (ROW * BLOCK + j))
     return row
 
 
@@ -126,7 +126,7 @@ def find_aims(p_row, stride, change, o_head, m_row, p_matrix, fit, p_scratch, WR
     one that is not finite."""
     SIDE: tl.constexpr = WRITER.how
     DIM: tl.constexpr = SIDE.dim
-    y = rotate(p_row, stride, change, o_head, m_row, p_matrix, None, SIDE)
+    y = rotate(p_row, stride, change, o_head, m_row, p_matrix, whole_matrix(p_matrix, SIDE), SIDE)
     y, power, unit = in_range(y)
     rms = tl.sqrt(power / DIM)
     rms = tl.where(rms > 0, rms, 1.0)

@@ -1,10 +1,9 @@
 """Appends and encoding of vectors whose codes are fitted with weights (fit.py), a side of its own or both.
 
-As in kernels.py and encode.py, but for: matrix, rotated coordinates in their natural order; fit, see fit.py, here of all
-heads; scratch float32 [programs, sides with weights,
-fit.scratch_size].
-Constexprs: as in kernels.py; TOGETHER see fit.py. Sides with weights take blocks of fit.VECTORS tokens of one head, other sides blocks of
-ROWS (token, head) pairs.
+As in kernels.py and encode.py, but for: matrix, rotated coordinates in their natural order; fit, see fit.py, here of
+all heads; scratch float32 [programs, sides with weights, fit.scratch_size].
+Constexprs: as in kernels.py; TOGETHER see fit.py. Sides with weights take blocks of fit.VECTORS tokens of one head,
+other sides blocks of ROWS (token, head) pairs.
 The launcher guarantees: as in kernels.py; `key_blocks` and `value_blocks` are counts of such blocks.
 """
 
@@ -34,6 +33,15 @@ def groups_of(m_row, TOGETHER: tl.constexpr):
 
 
 @triton.jit
+def vectors_of(x, stride, pool, i_block, known, HEADS: tl.constexpr, RING: tl.constexpr):
+    """The vectors of a block, their head, and which of them are written."""
+    i_token, i_head, _, _, m_row = place_rows(
+        pool, i_block, known, tl.arange(0, VECTORS), HEADS, True, RING, VECTORS, True
+    )
+    return x + i_token.to(tl.int64) * stride[0] + i_head * stride[1], i_head, m_row
+
+
+@triton.jit
 def places_of(side, data, page_bytes, pool, i_block, known, i_first, BYTES: tl.constexpr, DTYPE: tl.constexpr,
               HEADS: tl.constexpr, RING: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
     """Where codes and scales of vectors i_first … of a block go, and which of them are written."""
@@ -55,10 +63,7 @@ def append_fitted(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: t
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         known, no = enter_sequence(pool, i_block, known, HEADS, True, COUNTED, RING, SEQS, VECTORS)
         refused = refused | no
-        i_token, i_head, i_row, o_piece, m_row = place_rows(
-            pool, i_block, known, tl.arange(0, VECTORS), HEADS, True, RING, VECTORS, True
-        )
-        p_row = x + i_token.to(tl.int64) * stride[0] + i_head * stride[1]
+        p_row, i_head, m_row = vectors_of(x, stride, pool, i_block, known, HEADS, RING)
         near = fit_of(fit, i_block % HEADS, SIDE.dim)
         find_aims(p_row, stride[2], change, i_head * SIDE.dim, m_row, matrix, near, p_scratch, WRITER)
         for i_group in range(groups_of(m_row, TOGETHER)):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....format.codec import Codec, Codes
+from ....format.codec import Codec
 from ....format.fit import SCALES
 from ....storage.pages import Pages
 from ..common import specialise
@@ -18,7 +18,6 @@ from .fit_kernels import append_fitted_kernel, encode_fitted_kernel
 from .fit_tables import level_cells, unpacked
 
 WARPS = 8  # of a multiprocessor, for each side
-REGISTERS = 168
 
 
 def prepare_append(
@@ -80,7 +79,6 @@ def prepare_append(
         _together(warps),
         num_warps=warps,
         num_stages=1,
-        maxnreg=REGISTERS if warps < 4 else None,
     )
 
 
@@ -107,7 +105,6 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor, data: Te
         _together(warps),
         num_warps=warps,
         num_stages=1,
-        maxnreg=REGISTERS if warps < 4 else None,
     )
 
 
@@ -123,8 +120,11 @@ def _scratch(programs: int, dim: int, warps: int, device: torch.device) -> Tenso
 
 
 def _warps(*sides: specialise.Writer) -> int:
-    """What registers hold of 16 vectors."""
-    return min(4, max(1, *(side.how.columns // 64 for side in sides)))
+    """What registers hold of 16 vectors. A side without weights that looks cells up does so in shared memory, which
+    takes several warps: one alone would hold the whole table in its registers."""
+    if any(side.grid and not side.weights for side in sides):
+        return 4
+    return min(4, max(1, *(side.how.columns // 128 for side in sides)))
 
 
 def _together(warps: int) -> int:

@@ -16,6 +16,7 @@ from ..common.launcher import Launch, most_seqs
 from ..common.target import multiprocessors
 from . import fit_launch
 from .encode import encode_kernel
+from .fit import VECTORS
 from .kernels import append_codes_kernel, append_kernel
 
 FEW_ROWS, MANY_ROWS = 16, 64  # vectors encoded at a time
@@ -79,7 +80,7 @@ def prepare_append(
     sequences = _sequences(pages, where, counted)
     if "weights" in fits:
         few = FEW_ROWS, blocks(tokens, pages.seqs, pages.kv_heads, FEW_ROWS)
-        count = blocks(tokens, pages.seqs, 1, fit_launch.VECTORS.value) * pages.kv_heads
+        count = blocks(tokens, pages.seqs, 1, VECTORS.value) * pages.kv_heads
         place = _place(pages, where, tokens)
         return fit_launch.prepare_append(pages, k, v, key_scale, place, sequences, counted, few, count)
     k_how, v_how = (specialise.writer(*side, fit=fit) for side, fit in zip(sides, fits, strict=True))
