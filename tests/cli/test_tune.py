@@ -33,7 +33,7 @@ def test_a_policy_within_the_size(answer, call, small, tmp_path, monkeypatch):
     plain = 2 * 2 * kv.Format.parse("k4v4", 16).bytes_per_token
     assert policy.bytes_per_token + (uncompressed + offsets) / 4096 <= 1.03 * plain
     tuned, coded = got["check"]
-    assert (tuned["name"], coded["name"]) == (str(out), "plain k4v4")
+    assert (tuned["name"], coded["name"]) == (str(out), "k4v4")
     assert tuned["tokens"] == coded["tokens"] == 200
     assert tuned["kl"] < coded["kl"]
     assert [(list(layer["key"]), list(layer["value"])) for layer in got["layers"]] == [(["4", "3"], ["4", "3"])] * 2

@@ -109,8 +109,9 @@ def shares(config: Any, context: int) -> list[float]:
 
 
 def overhead(policy: Policy, itemsize: int, context: int) -> float:
-    """Bytes per token and KV head, in all layers, of uncompressed tokens, offsets and key scales."""
-    return len(policy.layers) * policy.head_dim * (2 * policy.first * itemsize + 4 + itemsize) / context
+    """Bytes per token and KV head, in all layers, of uncompressed tokens, offsets, key scales and fits."""
+    fits = sum(layer.key_weight is not None for layer in policy.layers) * (policy.head_dim + 1)
+    return policy.head_dim * (len(policy.layers) * (2 * policy.first * itemsize + 4 + itemsize) + fits) / context
 
 
 def smallest(shares: Sequence[float], head_dim: int) -> float:

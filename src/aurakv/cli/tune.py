@@ -30,7 +30,7 @@ def add(subparsers: Any) -> None:
         "keys and its values are compressed alone and the KL divergence from the uncompressed model is measured.\n"
         "Bits go where they lower it most, for the size of one format (--size) or up to a summed KL divergence\n"
         "(--kl). With --rounds, widths nearby are then measured in the whole and chosen again. The result is compared\n"
-        "with the plain format and written as a policy, which AuraCache and the other commands load.",
+        "with that format in all layers and written as a policy, which AuraCache and the other commands load.",
         [
             "aurakv tune --out policy.json",
             "aurakv tune --model path/to/model --text report.txt --size k3v3 --out small.json",
@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> None:
     probe = ids[:, : args.probe]
     with screen.progress("layers alone", 4 * len(policy.layers), lines=True) as step:
         layers = tune.sensitivities(loaded.model, policy, probe, args.context, state, _report(step))
+    uniform = policy
     formats = tune.choose(layers, policy.head_dim, **({"kl": args.kl} if args.kl is not None else {"budget": budget}))
     policy = tune.tuned(policy, formats)
     for number in range(args.rounds or 0):
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     check = ids[:, -min(ids.shape[1], 2 * args.probe) :]  # the end of the text, which the layers were not measured on
     caches = {
         str(args.out): lambda: AuraCache(config, policy),
-        f"plain {size}": lambda: AuraCache(config, size.name, first=0, calibrate=False),
+        str(size): lambda: AuraCache(config, uniform),
     }
     passes = (1 + len(caches)) * -(-check.shape[1] // CHUNK)
     with screen.progress("the whole", passes, lines=True) as step:
