@@ -37,7 +37,7 @@ def sources() -> dict[str, str]:
 
 
 def _of(name: str, format: kv.Format, dtype: torch.dtype, group: int, simds: int) -> dict[str, str]:
-    return {
+    found = {
         f"{name}-rows": source.attend_rows(format, group),
         f"{name}-tiles": source.attend_tiles(format, simds, False),
         f"{name}-merge": source.merge(format.value, dtype),
@@ -45,6 +45,10 @@ def _of(name: str, format: kv.Format, dtype: torch.dtype, group: int, simds: int
         f"{name}-queries": source.queries(format.key, dtype),
         f"{name}-vectors": source.vectors(format.value, dtype),
     }
+    if format.key.coded:
+        found[f"{name}-fitted"] = source.fitted(format.key, dtype, True)
+        found[f"{name}-fitted-equal"] = source.fitted(format.value, dtype, False)
+    return found
 
 
 if __name__ == "__main__":

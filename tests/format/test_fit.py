@@ -7,7 +7,7 @@ import torch
 import aurakv as kv
 from aurakv import backends
 from aurakv.calibration.policy import LayerPolicy
-from aurakv.errors import BackendError, InputError
+from aurakv.errors import InputError
 from aurakv.format import fit as fitting
 from aurakv.format.codec import Codec
 from aurakv.format.packing import unpack
@@ -163,9 +163,3 @@ def test_wrong_fits_are_refused():
     for bad in (-weights(2, 64), weights(2, 32), torch.full((2, 64), torch.nan), torch.zeros(2, 64)):
         with pytest.raises(InputError, match="weights must be"):
             fitting.fit(fmt.key, bad)
-
-
-def test_a_backend_without_kernels_says_so():
-    with pytest.raises(BackendError, match="'some' has no kernels for fitted codes"):
-        fitting.refuse("some", None, fitting.equal(2))
-    fitting.refuse("some", None, None)

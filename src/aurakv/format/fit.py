@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import BackendError, InputError
+from ..errors import InputError
 from .codec import Codec
 
 SCALES = (0.76, 0.82, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2)  # times the root mean square of a vector
@@ -56,14 +56,6 @@ def split(fit: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     cost = lower.diagonal(dim1=-2, dim2=-1).clone()
     lower.diagonal(dim1=-2, dim2=-1).fill_(1)
     return lower, cost
-
-
-def refuse(backend: str, *fits: Tensor | None) -> None:
-    """What a backend says that rounds to the nearest levels only."""
-    if any(fit is not None for fit in fits):
-        raise BackendError(
-            f"backend {backend!r} has no kernels for fitted codes: make the cache without key_fit and value_fit"
-        )
 
 
 def check_fit(name: str, fit: Tensor | None, codec: Codec, kv_heads: int, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Attention, Rows, Step, in_two_calls
 from aurakv.backends import reference
 from aurakv.backends.metal import Metal, source
+from aurakv.format.fit import equal, fit
 from aurakv.format.rotation import hadamard
 from aurakv.storage.uncompressed import Uncompressed
 from aurakv.testing import CASES, run
@@ -203,6 +204,8 @@ def test_wild_numbers_stay_in_bounds(metal, seed):
         chosen.attend(q, Attention(pages, Rows(wild(4), single), scoring, splits=2, ends=wild(3)))
     chosen.attend_dense(q, x, x, Rows(wild(4)), wild(4), wild(3), Scoring(), None)
     chosen.append(pages, x, x, Rows(wild(4)))
+    fits = {"key_fit": fit(pages.format.key, torch.ones(2, 64)).to(device), "value_fit": equal(2, device)}
+    chosen.append(dataclasses.replace(pages, **fits), x, x, Rows(wild(4)))
 
 
 @needs_emulator

@@ -14,7 +14,6 @@ from ...attention.scoring import Scoring, scoring_uncompressed
 from ...attention.step import Attention, Rows, Run, Step, written
 from ...errors import InputError
 from ...format.codec import Codec, Codes, Format, unknown_width
-from ...format.fit import refuse
 from ...storage.pages import Pages
 from . import append, vectors
 from .attend import dense, prepare_attend, stored
@@ -56,8 +55,7 @@ class Metal:
         return 0  # torch's allocator keeps what calls need
 
     def encode(self, x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None = None) -> Codes:
-        refuse(self.name, fit)
-        return vectors.encode(self._kernels, _single(x), codec, offset)
+        return vectors.encode(self._kernels, _single(x), codec, offset, fit)
 
     def decode(self, codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float64 and codes.data.device.type == "mps":

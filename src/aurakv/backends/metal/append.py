@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ...attention.step import Rows
 from ...format.codec import Codec, Codes
-from ...format.fit import refuse
 from ...storage.pages import Pages
 from . import source
-from .kernels import Kernels, aligned_codes, by_rows, numbers, optional, per_vector, slots, strides
+from .kernels import Kernels, aligned_codes, by_rows, encoder, numbers, optional, per_vector, slots, strides
 
 Append = Callable[[Tensor, Tensor], None]
 
@@ -28,29 +27,35 @@ def prepare_append(
 ) -> Append:
     """Encodes and writes tokens like these; keys are multiplied by the factor [kv_heads, dim] first. `counted`: the
     lengths count them already."""
-    refuse("metal", pages.key_fit, pages.value_fit)
     claim = _prepare_claim(kernels, pages, rows, k.shape[0], counted)
     layout, format, starts = pages.format.layout(pages.page_size), pages.format, rows.starts.contiguous()
 
     def side(
-        x: Tensor, codec: Codec, offset: Tensor | None, scaled: Tensor | None, codes_at: int, scales_at: int
+        x: Tensor,
+        codec: Codec,
+        offset: Tensor | None,
+        scaled: Tensor | None,
+        fit: Tensor | None,
+        codes_at: int,
+        scales_at: int,
     ) -> Callable[[Tensor, Tensor], None]:
         x = by_rows(x)
         where = (
             slots(pages, x.shape[0]) | strides(x) | {"HEADS": pages.kv_heads, "CODES": codes_at, "SCALES": scales_at}
         )
         given = numbers(**where, HAS_OFFSET=offset is not None, HAS_FACTOR=scaled is not None)
-        more = optional(offset, x), optional(scaled, x), starts
-        kernel = kernels.library(source.encode(codec, x.dtype)).append
+        library, fits, teams = encoder(kernels, x, codec, fit)
+        more, kernel = (optional(offset, x), optional(scaled, x), *fits, starts), library.append
 
         def write(x: Tensor, base: Tensor) -> None:
             tensors = by_rows(x), *more, base, pages.table, pages.data
-            per_vector(kernel, tensors, given, x.shape[0] * pages.kv_heads)
+            per_vector(kernel, tensors, given, x.shape[0] * pages.kv_heads, teams=teams)
 
         return write
 
-    write_key = side(k, format.key, pages.key_offset, factor, layout.key_codes, layout.key_scales)
-    write_value = side(v, format.value, pages.value_offset, None, layout.value_codes, layout.value_scales)
+    key_at, value_at = (layout.key_codes, layout.key_scales), (layout.value_codes, layout.value_scales)
+    write_key = side(k, format.key, pages.key_offset, factor, pages.key_fit, *key_at)
+    write_value = side(v, format.value, pages.value_offset, None, pages.value_fit, *value_at)
 
     def run(k: Tensor, v: Tensor) -> None:
         if k.shape[0]:

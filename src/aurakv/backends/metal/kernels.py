@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...format.codec import Codes
+from ...format.codec import Codec, Codes
 from ...storage.pages import Pages
+from . import source
 from .source import NUMBERS
 
 Compiler = Callable[[str], Any]
@@ -29,11 +30,22 @@ def numbers(**given: int) -> list[int]:
     return [min(int(given.get(name, 0)), 2**31 - 1) for name in NUMBERS]
 
 
-def per_vector(kernel: Any, tensors: tuple[Tensor, ...], given: list[int], vectors: int, *factors: float) -> None:
-    """Launch a kernel that has one simdgroup per vector, four to a threadgroup."""
+def per_vector(
+    kernel: Any, tensors: tuple[Tensor, ...], given: list[int], vectors: int, *factors: float, teams: int = 4
+) -> None:
+    """Launch a kernel that has one simdgroup per vector, so many to a threadgroup."""
     more = (given, list(factors)) if factors else (given,)
-    sizes = {"threads": vectors * 32, "group_size": min(vectors, 4) * 32}
+    sizes = {"threads": vectors * 32, "group_size": min(vectors, teams) * 32}
     kernel(*tensors, *more, **sizes, arg_casts={len(tensors): "int32"})
+
+
+def encoder(kernels: Kernels, x: Tensor, codec: Codec, fit: Tensor | None) -> tuple[Any, tuple[Tensor, ...], int]:
+    """The library that encodes vectors like x, what its kernels take behind the factor, and simdgroups of a group."""
+    if fit is None:
+        return kernels.library(source.encode(codec, x.dtype)), (), 4
+    weighted = fit.shape[1] > 0
+    teams, _ = source.fitting(codec, weighted)
+    return kernels.library(source.fitted(codec, x.dtype, weighted)), (optional(fit if weighted else None, x),), teams
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from ...format.codec import Codec, Format
+from ...format.fit import SCALES
 from ...format.levels import CUBIC, POLY7, UNIFORM, boundaries
 from ...format.rotation import base_order, hadamard
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits that the kernels know
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as numbers.metal has them
 LEVELS = ("BY_SHUFFLE", "BY_UNIFORM", "BY_CUBIC", "BY_POLY7", "BY_TABLE")
+GROUP_BYTES = 32768  # of threadgroup memory
 SHUFFLED_BITS = 5  # a simdgroup holds as many levels as it has lanes
 
 # What launches pass as the list `numbers`, in this order.
@@ -43,6 +45,16 @@ def chunk(codec: Codec, most: int) -> int:
     units = -(-codec.dim // 16)
     together = 2 if units % 2 == 0 else 1  # as threads read them
     return 16 * max(n for n in range(together, most // 16 + 1, together) if units % n == 0)
+
+
+def fitting(codec: Codec, weighted: bool) -> tuple[int, int]:
+    """How many vectors a threadgroup fits, a simdgroup each, and how many scales of each at once: the most for which
+    there is memory, where by weights every scale keeps a level of each coordinate."""
+    if not weighted:
+        return 4, len(SCALES)
+    choices = (4, 8), (2, 8), (1, 8), (1, 4)  # 1,024 channels need the last one
+    rounded = -(-codec.dim // 32) * 32
+    return next((teams, n) for teams, n in choices if teams * (5 * codec.dim + 4 * n * rounded) <= GROUP_BYTES)
 
 
 @functools.cache
@@ -143,7 +155,16 @@ def claim() -> str:
 @functools.lru_cache(maxsize=64)
 def encode(codec: Codec, dtype: torch.dtype) -> str:
     """Vectors of this dtype to codes, in tensors and in pages."""
-    return _one(codec, {"IN_DTYPE": DTYPES[dtype]}, "encode")
+    return _one(codec, {"IN_DTYPE": DTYPES[dtype]}, "quantise", "encode")
+
+
+@functools.lru_cache(maxsize=64)
+def fitted(codec: Codec, dtype: torch.dtype, weighted: bool) -> str:
+    """As `encode`, with codes that are fitted by weights or by equal ones."""
+    teams, at_once = fitting(codec, weighted)
+    constants = {"IN_DTYPE": DTYPES[dtype], "WEIGHTED": int(weighted), "TEAMS": teams, "AT_ONCE": at_once}
+    scales = _array("float FIT_SCALES", map(_float, SCALES))
+    return _one(codec, constants | {"TRIED": len(SCALES)}, "quantise", "fitted", arrays=scales)
 
 
 @functools.lru_cache(maxsize=64)
@@ -162,9 +183,9 @@ def merge(codec: Codec, dtype: torch.dtype) -> str:
     return _one(codec, {"OUT_DTYPE": DTYPES[dtype]}, "merge")
 
 
-def _one(codec: Codec, constants: dict[str, int], kernels: str) -> str:
+def _one(codec: Codec, constants: dict[str, int], *kernels: str, arrays: str = "") -> str:
     side = _side("side", codec, "codes", "rotation")
-    return _HEAD + _defines(dict(constants)) + _files("numbers", "slots") + side + _files(kernels)
+    return _HEAD + _defines(dict(constants)) + arrays + _files("numbers", "slots") + side + _files(*kernels)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,18 +7,19 @@ from torch import Tensor
 
 from ...format.codec import Codec, Codes
 from . import source
-from .kernels import Kernels, aligned_codes, by_rows, numbers, optional, per_vector, strides
+from .kernels import Kernels, aligned_codes, by_rows, encoder, numbers, optional, per_vector, strides
 
 SPARE_ROWS = 32  # behind the queries of a KV head: tiles read whole
 
 
-def encode(kernels: Kernels, x: Tensor, codec: Codec, offset: Tensor | None) -> Codes:
+def encode(kernels: Kernels, x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None) -> Codes:
     rows = by_rows(x.reshape(-1, *x.shape[-2:]))
     data = torch.empty(*x.shape[:-1], codec.row_bytes, dtype=torch.uint8, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=codec.dtype, device=x.device) if codec.coded else None
     given = numbers(**strides(rows), HEADS=rows.shape[1], HAS_OFFSET=offset is not None)
-    tensors = rows, optional(offset, x), optional(None, x), data, optional(scale, x)
-    per_vector(kernels.library(source.encode(codec, x.dtype)).encode, tensors, given, rows.shape[0] * rows.shape[1])
+    library, fits, teams = encoder(kernels, x, codec, fit)
+    tensors = rows, optional(offset, x), optional(None, x), *fits, data, optional(scale, x)
+    per_vector(library.encode, tensors, given, rows.shape[0] * rows.shape[1], teams=teams)
     return Codes(data, scale)
 
 
