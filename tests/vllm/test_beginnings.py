@@ -28,7 +28,7 @@ class Engine:
         parsed = kv.Format.parse(format, DIM)
         self.memory = Memory(self.device)
         self.memory.beginnings = self.beginnings = Beginnings(FIRST, SEQS, self.device)
-        entries = Entries.beside(parsed, FIRST, SEQS, HEADS, dtype, self.device)
+        entries = Entries.for_pages(parsed, FIRST, SEQS, HEADS, dtype, self.device)
         self.layer = Layer(parsed, kv.Scoring(), beginnings=entries)
         shape = 64, HEADS, BLOCK, parsed.bytes_per_token
         self.blocks = torch.zeros(shape, dtype=torch.uint8, device=self.device)

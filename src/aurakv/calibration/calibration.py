@@ -194,11 +194,11 @@ class Calibration:
     def keep(self) -> Path:
         """For this user, under the identity of the model. The file is replaced as a whole."""
         path = kept_at(self.model, self.fitted)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        written = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(self.dumps(), "utf-8")
-            os.replace(beside, path)
+            written.write_text(self.dumps(), "utf-8")
+            os.replace(written, path)
         except OSError as error:
             raise FileError(f"{path} cannot be written: {error.strerror}") from error
         return path

@@ -35,7 +35,7 @@ from . import VERSIONS, connectors
 from .adapter_builder import AuraBuilder
 from .adapter_cuda import make_prefill
 from .beginnings import Entries
-from .layer import FAST_TOKENS, MOST_TOKENS, TOKENS, Batch, Layer
+from .layer import BLOCK_TOKENS, MOST_TOKENS, TOKENS, Batch, Layer
 from .recurrent import attention_numbers
 from .switch import Switch
 
@@ -85,7 +85,7 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
     stock(config)
 
 
-def fast(tokens: int) -> bool:
+def decode_kernel_reads(tokens: int) -> bool:
     """Whether the decode kernel for GPUs reads blocks of so many tokens."""
     return tokens == 16 or tokens % 32 == 0
 
@@ -93,11 +93,11 @@ def fast(tokens: int) -> bool:
 def _slow_blocks(config: VllmConfig) -> str | None:
     """What a block size that the user names costs, in one sentence."""
     cache = config.cache_config
-    if not current_platform.is_cuda() or not cache.user_specified_block_size or fast(cache.block_size):
+    if not current_platform.is_cuda() or not cache.user_specified_block_size or decode_kernel_reads(cache.block_size):
         return None
     return (
         f"--block-size {cache.block_size} keeps aurakv from its decode kernel for GPUs, which reads blocks of 16 tokens"
-        f" or of a multiple of 32: attention is several times slower than with {FAST_TOKENS}, the default"
+        f" or of a multiple of 32: attention is several times slower than with {BLOCK_TOKENS}, the default"
     )
 
 
@@ -152,15 +152,15 @@ class AuraBackend(AttentionBackend):  # type: ignore[misc]
         large = (
             isinstance(kv_cache_spec, AttentionSpec)
             and kv_cache_spec.block_size > MOST_TOKENS
-            and kv_cache_spec.block_size % FAST_TOKENS == 0
+            and kv_cache_spec.block_size % BLOCK_TOKENS == 0
             and kv_cache_spec.page_size_padded is None  # padding lies behind a block, not behind its parts
         )
-        return [FAST_TOKENS] if large else [MultipleOf(TOKENS)]
+        return [BLOCK_TOKENS] if large else [MultipleOf(TOKENS)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Where the user names no size: a page that the decode kernel for GPUs reads as one tile."""
-        return FAST_TOKENS if current_platform.is_cuda() else default_block_size
+        return BLOCK_TOKENS if current_platform.is_cuda() else default_block_size
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -244,7 +244,7 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         format = Format.parse(policy.format, (layer.head_size, layer.head_size_v), layer.dtype)
         entries = None
         if first and self.shares is None and self.keeps_first(layer) and (format.key.coded or format.value.coded):
-            entries = Entries.beside(format, first, seqs, self.num_kv_heads, layer.dtype, device)
+            entries = Entries.for_pages(format, first, seqs, self.num_kv_heads, layer.dtype, device)
         prefill = make_prefill(self.config, format, self.scoring, self.sinks, self.num_kv_heads, layer.dtype)
         self.layer = Layer(
             format, self.scoring, sink_logits=self.sinks, policy=policy, beginnings=entries, prefill=prefill

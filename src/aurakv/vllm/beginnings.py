@@ -38,13 +38,13 @@ class Entries(NamedTuple):
     data: Tensor  # [entries, kv_heads, bytes]
 
     @classmethod
-    def beside(
+    def for_pages(
         cls, format: Format, first: int, seqs: int, kv_heads: int, dtype: torch.dtype, device: torch.device
     ) -> Entries:
         """For pages of a format, and at most so many sequences that run."""
-        raw = Format(Codec(format.key.dim, 16, dtype=dtype), Codec(format.value.dim, 16, dtype=dtype))
-        size = entries_for(seqs), kv_heads, raw.layout(first).bytes
-        return cls(raw, first, torch.zeros(size, dtype=torch.uint8, device=device))
+        uncompressed = Format(Codec(format.key.dim, 16, dtype=dtype), Codec(format.value.dim, 16, dtype=dtype))
+        size = entries_for(seqs), kv_heads, uncompressed.layout(first).bytes
+        return cls(uncompressed, first, torch.zeros(size, dtype=torch.uint8, device=device))
 
 
 class Beginnings:

@@ -18,7 +18,7 @@ from .beginnings import Beginnings, Entries
 from .prefill import Prefill, Prompts
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
-FAST_TOKENS = 64  # and best this many on a GPU: a tile of the decode kernel
+BLOCK_TOKENS = 64  # and best this many on a GPU: a tile of the decode kernel
 MOST_TOKENS = 256  # larger blocks are split where the engine can, so that each is several pages
 MAX_KNOWN = 4096  # descriptions of pages that a group of layers keeps: a few for each layer
 
