@@ -317,3 +317,15 @@ def test_a_device_without_fitted_codes_gets_the_scale_that_is_best_for_nearest_o
     torch.testing.assert_close(nearest.key_scale, expected, rtol=1e-4, atol=0)
     torch.testing.assert_close(nearest.key_offset, k.mean(0) * expected, rtol=1e-3, atol=1e-4)
     assert LayerPolicy("k4v4").on("cuda") == LayerPolicy("k4v4")
+
+
+def test_8_bits_are_not_fitted():
+    weight = torch.rand(2, 64) + 0.1
+    for name, fitted in (
+        ("k4v4", (True, True)),
+        ("k8v4", (False, True)),
+        ("k6v8", (True, False)),
+        ("k16v3", (False, True)),
+    ):
+        fits = LayerPolicy(name, key_weight=weight).fits(kv.Format.parse(name, 64), 2, "cpu")
+        assert tuple(fit is not None for fit in fits) == fitted

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..attention import ops
 from ..attention.scoring import Scoring
-from ..format import fit as fitting
 from ..format.codec import Codec, Format
 from ..format.levels import mse
 from .policy import LayerPolicy, key_and_value
@@ -124,12 +123,13 @@ def blurred(layer: LayerPolicy, k: Tensor, first: int = 0) -> float:
 
 def _stored(layer: LayerPolicy, k: Tensor, first: int) -> Tensor:
     """What keys [t, kv_heads, dim] are behind their codes."""
-    codec = Format.parse(layer.format, k.shape[2]).key
+    format = Format.parse(layer.format, k.shape[2])
+    codec = format.key
     if not codec.coded:
         return k
     key_scale = torch.ones_like(k[0]) if layer.key_scale is None else layer.key_scale.to(k.device)
     offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
-    fit = None if layer.key_weight is None else fitting.fit(codec, layer.key_weight).to(k.device)
+    fit, _ = layer.fits(format, k.shape[1], k.device)
     stored = ops.decode(ops.encode(k * key_scale, codec, offset, fit=fit), codec, offset) / key_scale
     stored[:first] = k[:first]
     return stored

@@ -31,6 +31,7 @@ FIRST, ROLLBACK = (
     32,
 )  # of a model without a policy: uncompressed first tokens; tokens that can be cropped beyond a window
 FITTED_ON = ("cpu",)  # devices on which codes are fitted: kernels for it that GPUs have must be run on them first
+MOST_FITTED = 6  # bits: at 8 there is nothing to gain, and nearest codes of almost equal vectors are almost equal
 _FOLDER = Path(__file__).parent / "policies"
 MAX_BYTES = 64 * 2**20  # of a file
 _LIMITS = {"layers": (1, 10_000), "kv_heads": (1, 2**16), "head_dim": (1, MAX_DIM)}  # of a model
@@ -61,8 +62,8 @@ class LayerPolicy:
         """How a cache of this layer rounds keys and values."""
         if self.key_weight is None:
             return None, None
-        key = fitting.fit(format.key, self.key_weight).to(device) if format.key.coded else None
-        return key, fitting.equal(kv_heads, device) if format.value.coded else None
+        key = fitting.fit(format.key, self.key_weight).to(device) if format.key.bits <= MOST_FITTED else None
+        return key, fitting.equal(kv_heads, device) if format.value.bits <= MOST_FITTED else None
 
     def on(self, device_type: str) -> LayerPolicy:
         """What a cache on such a device takes: on some, codes are the nearest ones, for which another scale is best."""
