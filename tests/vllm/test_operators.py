@@ -351,7 +351,7 @@ def test_bytes_on_disk_are_found_by_format_and_calibration(llama: Path, tmp_path
     moved = dict.fromkeys((2, 3, 4, 5, 6, 8), 0.0)
 
     def keep(factor: float) -> None:
-        layers = {number: KeyCalibration(0 * scale, factor * scale, moved, moved) for number in range(4)}
+        layers = {number: KeyCalibration(0 * scale, factor * scale, moved, moved, scale) for number in range(4)}
         Calibration(layers, "a text", 0, identity_of(llama)).keep()
 
     keep(1.0)
