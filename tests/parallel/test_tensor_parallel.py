@@ -19,6 +19,7 @@ from tests.parallel.cases import rand
 ROOT = Path(__file__).parents[2]
 GENERATE = """
 import json
+import os
 import sys
 
 import torch
@@ -45,7 +46,9 @@ if size == 1 or dist.get_rank() == 0:
     print("RESULT", json.dumps([cache.layers[0].cache.pool.kv_heads, cache.bytes_held, text[:, 40:].tolist()]))
 if size > 1:
     dist.barrier()  # a process may abort as it ends, "terminate called without an active exception", if the other one
-    dist.destroy_process_group()  # still talks, or if nobody says that the group is at its end
+    dist.destroy_process_group()  # still talks, or if nobody says that the group is at its end, and sometimes even then
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 
