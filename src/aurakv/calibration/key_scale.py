@@ -21,5 +21,10 @@ def scaled_keys(k: Tensor, key_scale: Tensor | None) -> Tensor:
     return k if key_scale is None else _widest(k) * key_scale
 
 
+def levelled(x: Tensor) -> Tensor:
+    """x [kv_heads, dim] with 1 as the geometric mean of each head: a factor of all channels changes nothing."""
+    return x / x.log().mean(-1, keepdim=True).exp()
+
+
 def _widest(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

@@ -24,6 +24,7 @@ from ..errors import FileError, InputError, short
 from ..format import fit as fitting
 from ..format.codec import Format
 from ..format.rotation import MAX_DIM
+from .key_scale import levelled
 
 KIND, VERSION = "aurakv-policy", 3
 FIRST, ROLLBACK = (
@@ -69,8 +70,7 @@ class LayerPolicy:
         """What a cache on such a device takes: on some, codes are the nearest ones, for which another scale is best."""
         if self.key_weight is None or self.key_scale is None or device_type in FITTED_ON:
             return self
-        change = self.key_weight.pow(1 / 6)  # statistics.py has both scales
-        change = change / change.log().mean(-1, keepdim=True).exp()
+        change = levelled(self.key_weight.pow(1 / 6))  # statistics.py has both scales
         offset = None if self.key_offset is None else self.key_offset * change
         return replace(self, key_offset=offset, key_scale=self.key_scale * change, key_weight=None)
 

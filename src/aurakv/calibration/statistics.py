@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .key_scale import levelled
 from .policy import LayerPolicy
 
 SINKS = 4  # first tokens of a sequence: they attract attention, and their keys are unlike those of the others
@@ -117,8 +118,8 @@ class Moments:
         # Nearest codes err alike in all channels; for them (read / spread)^1/4 is best: large where queries read much,
         # small where keys are long. Fitted codes put the error where queries read little themselves; for them keys
         # equally long in all channels, spread^-1/2, would be best if levels had no end. Halfway between is best.
-        key_scale = _level(read.pow(1 / 8) / spread.pow(3 / 8))
-        key_weight = _level(read / key_scale.square())
+        key_scale = levelled(read.pow(1 / 8) / spread.pow(3 / 8))
+        key_weight = levelled(read / key_scale.square())
         offset, scale, weight = (x.float() for x in (mean * key_scale, key_scale, key_weight))
         return LayerPolicy(format, key_offset=offset, key_scale=scale, key_weight=weight)
 
@@ -152,11 +153,6 @@ def measured(
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)[rows]
-
-
-def _level(x: Tensor) -> Tensor:
-    """x [kv_heads, dim] with 1 as the geometric mean of each head."""
-    return x / x.log().mean(-1, keepdim=True).exp()
 
 
 def _floored(x: Tensor) -> Tensor:

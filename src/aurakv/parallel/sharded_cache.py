@@ -193,8 +193,8 @@ class ShardedCache:
         shape = (self.format.name, dims, pool.kv_heads, pool.page_size)
         said = (self.whole, shape, self._lengths, self._highest, self._homes)
         digest = hashlib.sha256(repr(said).encode())
-        for constant in (pool.key_offset, pool.value_offset, pool.key_fit, pool.value_fit):
-            digest.update(b"none" if constant is None else constant.cpu().numpy().tobytes())
+        for name, constant in pool.constants.items():
+            digest.update(name.encode() + constant.cpu().numpy().tobytes())
         mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
         everyone = self._group.gather(mine.to(self._group.wire(pool.device)), "the check of a sharded cache").cpu()
         other = (everyone != mine).any(1).nonzero().flatten().tolist()

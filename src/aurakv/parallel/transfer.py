@@ -139,7 +139,7 @@ def _describe(cache: KVCache, seq: int) -> str:
         table.kept,
         table.max_width,
         Uncompressed() if cache.uncompressed_table is None else cache.uncompressed,
-        {name: _digest(offset) for name, offset in _offsets(cache).items()},
+        {name: _digest(constant) for name, constant in cache.pool.constants.items()},
     )
     highest = [each.highest[seq] for each in cache.page_tables]
     fields = {"version": _VERSION, "manifest": manifest.text(), "length": table.lengths[seq], "highest": highest}
@@ -170,7 +170,7 @@ def _compare(sent: _Sent, cache: KVCache, seq: int) -> None:
     if cache.lengths[seq]:
         raise InputError(f"sequence {seq} must be empty to receive one, got {counted(cache.lengths[seq], 'token')}")
     ring = (table.kept, table.pool.page_size) if table.kept is not None else (None, 0)
-    checksums = {name: _digest(offset) for name, offset in _offsets(cache).items()}
+    checksums = {name: _digest(constant) for name, constant in cache.pool.constants.items()}
     for name, ours, theirs in (
         ("format", cache.format.full_name, manifest.format.full_name),
         ("dimensions", _dims(cache.format), _dims(manifest.format)),
@@ -255,11 +255,6 @@ def _copy(table: PageTable, seq: int, piece: range, page: _Page, out: bool) -> N
                     source, target = (a[here, :, near], b[0, :, far]) if out else (b[0, :, far], a[here, :, near])
                     target.copy_(source)
         at = stop
-
-
-def _offsets(cache: KVCache) -> dict[str, Tensor]:
-    names = ("key_offset", "value_offset", "key_fit", "value_fit")
-    return {name: constant for name in names if (constant := getattr(cache.pool, name)) is not None}
 
 
 def _digest(tensor: Tensor) -> str:

@@ -71,10 +71,7 @@ def write(
         size = _uncompressed_page_size(cache, held)
         tensors |= _pack(uncompressed, chosen, size, "exact_")
         _stored_table(uncompressed, size, tensors, "exact_", held)
-    for name in _CONSTANT:
-        constant = getattr(cache.pool, name)
-        if constant is not None:
-            tensors[name] = constant.cpu()
+    tensors |= {name: constant.cpu() for name, constant in cache.pool.constants.items()}
     storage = "ring" if table.kept is not None else "contiguous" if table.contiguous else "paged"
     text = Manifest(
         cache.format,

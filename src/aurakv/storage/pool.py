@@ -72,8 +72,18 @@ class PagePool:
 
     @property
     def bytes_held(self) -> int:
-        constant = (self.key_offset, self.value_offset, self.key_fit, self.value_fit)
-        return self.data.untyped_storage().nbytes() + sum(x.nbytes for x in constant if x is not None)
+        return self.data.untyped_storage().nbytes() + sum(x.nbytes for x in self.constants.values())
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors of the layer, not of its tokens, by their names: those that there are."""
+        every = {
+            "key_offset": self.key_offset,
+            "value_offset": self.value_offset,
+            "key_fit": self.key_fit,
+            "value_fit": self.value_fit,
+        }
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     def need(self, pages: int, spare: int = 0) -> None:
         """Make sure that this many pages can be taken, or refuse with nothing changed. Growth adds spare ones."""
