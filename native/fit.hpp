@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int SCALES = 8;
+constexpr float LONGEST = 2;  // times the nearest multiple of the levels
 constexpr float SCALE[SCALES] = {0.76f, 0.82f, 0.88f, 0.94f, 1.0f, 1.06f, 1.12f, 1.2f};
 constexpr int BLOCK = 8;  // rows of A that share what they read of the levels
 
@@ -131,7 +132,8 @@ void quantise_fitted(const Codec& c, const Fit& f, const v16* tile, int64_t firs
           words[d * B / 32][l] |= int32_t(uint32_t(code) << bit);
           if (bit + B > 32) words[d * B / 32 + 1][l] |= code >> (32 - bit);
         }
-        const float scale = c.lsq ? best[v].mixed / best[v].energy : sqrtf(best[v].own / best[v].energy);
+        const float fits = best[v].mixed * best[v].mixed / best[v].energy;
+        const float scale = best[v].mixed / best[v].energy * (best[v].own < LONGEST * fits ? best[v].own / fits : LONGEST);
         scales[l] = finished(c, norms, l, scale, best[v].energy);
       }
     }

@@ -55,9 +55,8 @@ def by_definition(x: np.ndarray, codec: Codec, weight: np.ndarray) -> tuple[np.n
         if best is None or fits > best[1]:
             best = chosen, fits
     chosen, fits = best
-    own, mixed, energy = y @ cost @ y, y @ cost @ chosen, chosen @ cost @ chosen
-    stored = np.sqrt(own / energy) if codec.scale == "l2" else mixed / energy
-    return np.searchsorted(levels, chosen), float(stored), fits / own
+    own, mixed = y @ cost @ y, y @ cost @ chosen
+    return np.searchsorted(levels, chosen), float(own / mixed), fits / own  # its part along y is y itself
 
 
 @pytest.mark.parametrize("encoder", FITTING)
@@ -102,6 +101,27 @@ def test_errors_go_where_they_cost_little(encoder):
     assert error["fit"][0] < 0.5 * error["nearest"][0]
     assert error["equal"][1] < 0.95 * error["nearest"][1]
     assert error["fit"][1] > error["nearest"][1]  # the other channels pay for it
+
+
+@pytest.mark.parametrize("encoder", FITTING)
+@pytest.mark.parametrize("mode", ["l2", "lsq"])
+def test_no_error_along_a_vector(encoder, mode):
+    codec, weight, x = Codec.value(64, 2, scale=mode, dtype=torch.float32), weights(3, 64), vectors(50, 3, 64)
+    for fit, cost in ((fitting.equal(3), torch.ones(3, 64)), (fitting.fit(codec, weight), weight)):
+        error = kv.decode(kv.encode(x, codec, fit=fit, backend=encoder), codec) - x
+        along = (error * cost * x).sum(-1) / (x * cost * x).sum(-1)
+        assert along.abs().max() < 2e-3  # a fit is rounded to float16
+        assert (error * cost * error).sum() > 0.01 * (x * cost * x).sum()  # there are errors
+
+
+@pytest.mark.parametrize("encoder", FITTING)
+def test_vectors_that_levels_hardly_follow_do_not_explode(encoder):
+    codec = Codec(64, 2, table=(1.0, 1.01, 1.02, 1.03), scale="lsq", dtype=torch.float32)
+    x = vectors(50, 2, 64)
+    near = kv.decode(kv.encode(x, codec, backend=encoder), codec)  # the nearest multiple: almost nothing is alike
+    fitted = kv.decode(kv.encode(x, codec, fit=fitting.equal(2), backend=encoder), codec)
+    assert bool((near.norm(dim=-1) < 0.5 * x.norm(dim=-1)).all())
+    assert bool((fitted.norm(dim=-1) < 2.2 * near.norm(dim=-1) + 0.1).all())
 
 
 @pytest.mark.parametrize("encoder", FITTING)

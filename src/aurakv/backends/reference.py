@@ -53,9 +53,11 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None = 
         codes = torch.bucketize(unit / torch.where(rms > 0, rms, 1), codec.boundary_tensor(x.dtype, x.device))
         chosen = codec.level_tensor(x.dtype, x.device)[codes]
         own, mixed, energy = unit.square().sum(-1), (unit * chosen).sum(-1), chosen.square().sum(-1)
+        scale = (own / energy).sqrt() if codec.scale == "l2" else mixed / energy
     else:
         codes, own, mixed, energy = _fitted(unit, torch.where(rms > 0, rms, 1), codec, fit)
-    scale = peak[..., 0] * ((own / energy).sqrt() if codec.scale == "l2" else mixed / energy)
+        scale = fitting.scale(own, mixed, energy)
+    scale = peak[..., 0] * scale
     scale = torch.where((energy > 0) & (peak[..., 0] != 0), scale, 0)
     largest = torch.finfo(codec.dtype).max
     scale = scale.clamp(-largest, largest).to(codec.dtype)  # clamp keeps NaN

@@ -19,6 +19,7 @@ from ..errors import InputError
 from .codec import Codec
 
 SCALES = (0.76, 0.82, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2)  # times the root mean square of a vector
+LONGEST = 2.0  # times the nearest multiple: a vector that levels hardly follow must not grow without end
 _LEAST = 1e-6  # of the mean weight, added to every channel: a channel that nobody reads still costs something
 
 
@@ -56,6 +57,15 @@ def split(fit: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     cost = lower.diagonal(dim1=-2, dim2=-1).clone()
     lower.diagonal(dim1=-2, dim2=-1).fill_(1)
     return lower, cost
+
+
+def scale(own: Tensor, mixed: Tensor, energy: Tensor) -> Tensor:
+    """Of l, for y, with y'Gy, y'Gl and l'Gl: what is stored has no error along y.
+
+    The nearest multiple of l, y'Gl / l'Gl, is shorter than y. Errors across y differ from token to token, so attention
+    averages them out; a shortage is the same for all tokens, and stays.
+    """
+    return mixed / energy * (own * energy / mixed.square()).clamp(max=LONGEST)
 
 
 def check_fit(name: str, fit: Tensor | None, codec: Codec, kv_heads: int, device: torch.device) -> None:

@@ -229,10 +229,12 @@ class Native:
         ends = step.query_ends.contiguous()
         attend = self._describe(step, q, x, starts, ends, step.uncompressed, factors)
         held = (step, starts, ends, factors)  # their addresses are packed
-        dim, sink_logits = pages.format.value.dim, step.sink_logits
+        dim, sink_logits, first_tokens = pages.format.value.dim, step.sink_logits, step.first_tokens
         new = starts.diff() if step.counted and append is not None else None
 
         def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
+            if first_tokens is not None and k is not None and v is not None:
+                first_tokens.store(k, v, factors, starts)
             if new is not None:
                 held[0].pages.lengths.sub_(new)
             if as_they_are:

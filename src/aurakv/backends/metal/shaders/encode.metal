@@ -23,7 +23,7 @@ static inline void store_vector(threadgroup float* y, threadgroup uchar* codes, 
   energy = simd_sum(energy);
   product = simd_sum(product);
   write_codes(codes, row, lane);
-  if (lane == 0) write_scale(scale, size, size.squares, product, energy);
+  if (lane == 0) write_scale(scale, size, nearest_factor(size.squares, product, energy), energy);
 }
 #endif
 

@@ -2,6 +2,7 @@
 // fit is [heads, dim (dim + 1) / 2] in float16: row i is A_i0, A_i1, ... up to the diagonal, where d_i stands. Equal
 // weights have none. The constants:
 //   FIT_SCALES, TRIED   the scales, times the root mean square of a vector, and how many
+//   FIT_LONGEST         how many times as long as the nearest multiple of the levels a vector becomes at most
 //   WEIGHTED            whether there is a fit to read; if not, A and d are ones
 //   AT_ONCE             how many scales the lanes of a simdgroup try at a time: 8 or 4
 //   TEAMS               simdgroups of a threadgroup, as the launcher has them
@@ -122,6 +123,11 @@ static inline float3 choose_codes(threadgroup float* y, threadgroup float4* kept
   return float3(own, mixed, energy);
 }
 
+static inline float fitted_factor(float own, float mixed, float energy) {
+  float fits = mixed * mixed / energy;
+  return mixed / energy * (own < FIT_LONGEST * fits ? own / fits : FIT_LONGEST);
+}
+
 static inline void store_fitted(threadgroup float* y, threadgroup float4* kept, threadgroup uchar* codes,
                                 device const half* fit, uint head, device uchar* row, device uchar* scale, uint lane) {
   side_rotate(y, lane);
@@ -131,7 +137,7 @@ static inline void store_fitted(threadgroup float* y, threadgroup float4* kept, 
   ulong first = WEIGHTED ? ulong(head) * (SIDE_DIM * (SIDE_DIM + 1) / 2) : 0;
   float3 products = choose_codes(y, kept, codes, fit + first, size, lane);
   write_codes(codes, row, lane);
-  if (lane == 0) write_scale(scale, size, products.x, products.y, products.z);
+  if (lane == 0) write_scale(scale, size, fitted_factor(products.x, products.y, products.z), products.z);
 }
 
 [[max_total_threads_per_threadgroup(TEAMS * 32)]]

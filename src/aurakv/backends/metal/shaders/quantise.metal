@@ -60,9 +60,13 @@ static inline void write_codes(threadgroup const uchar* codes, device uchar* row
   }
 }
 
-// Of the products of y / divisor with itself, with the levels, and of the levels with themselves.
-static inline void write_scale(device uchar* scale, thread const Size& size, float own, float mixed, float energy) {
-  float factor = size.peak * (SIDE_LEAST_SQUARES ? mixed / energy : precise::sqrt(own / energy));
+// What levels are multiplied by, from the products of y / divisor with itself, with the levels, and of the levels with
+// themselves; and how it is stored.
+static inline float nearest_factor(float own, float mixed, float energy) {
+  return SIDE_LEAST_SQUARES ? mixed / energy : precise::sqrt(own / energy);
+}
+static inline void write_scale(device uchar* scale, thread const Size& size, float factor, float energy) {
+  factor *= size.peak;
   if (!(energy > 0.0f) || size.peak == 0.0f) factor = 0.0f;
   factor = clamp(factor, -SIDE_LARGEST, SIDE_LARGEST);
   write_number(scale, 0, SIDE_DTYPE, size.damaged ? not_a_number() : factor);

@@ -11,6 +11,7 @@ Constexprs: WRITER (tables.Writer), SIDE (tables.Encoder), HEADS, ROWS vectors a
 import triton
 import triton.language as tl
 
+from ....format import fit as fitting
 from ..common.codes import (
     cast,
     coordinates,
@@ -22,6 +23,8 @@ from ..common.codes import (
     store_words,
     to_levels,
 )
+
+LONGEST = tl.constexpr(fitting.LONGEST)
 
 
 @triton.jit
@@ -136,6 +139,13 @@ def best_scale(y, rms, m_column, p_levels, p_bounds, cells, WRITER: tl.constexpr
 
 
 @triton.jit
+def fitted_scale(own, mixed, energy):
+    """As format/fit.py has it, from y'Gy, y'Gl and l'Gl."""
+    fits = mixed * mixed / energy
+    return mixed / energy * tl.where(own < LONGEST * fits, own / fits, LONGEST)
+
+
+@triton.jit
 def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_levels, p_bounds, cells, p_data,
                 p_scale, DTYPE: tl.constexpr, WRITER: tl.constexpr, b_rows=None):  # fmt: skip
     """Encode vectors at p_row [rows] into bytes at p_data [rows] and scales at p_scale [rows] of type DTYPE."""
@@ -178,7 +188,10 @@ def encode_rows(p_row, stride, change, o_head, m_row, p_matrix, b_matrix, p_leve
             word = pack_words(code, BITS, GROUPS)
             squares, products = level * level, y * level
         energy = tl.sum(squares, 1)
-        scale = tl.sum(products, 1) / energy if SIDE.lsq else tl.sqrt(power / energy)
+        if len(WRITER.scales) > 0:
+            scale = fitted_scale(power, tl.sum(products, 1), energy)
+        else:
+            scale = tl.sum(products, 1) / energy if SIDE.lsq else tl.sqrt(power / energy)
         scale *= SIDE.post
         scale = tl.where((energy > 0) & (power > 0), scale * unit, 0.0)
         scale = tl.where(scale > SIDE.largest, SIDE.largest, tl.where(scale < -SIDE.largest, -SIDE.largest, scale))

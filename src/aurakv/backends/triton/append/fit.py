@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..common.codes import quantise, store_words, to_levels
-from .encode import in_range, rotate, whole_matrix
+from .encode import fitted_scale, in_range, rotate, whole_matrix
 
 BLOCK = tl.constexpr(16)
 VECTORS = tl.constexpr(16)  # whose z is found together, a tile of the tensor cores
@@ -272,7 +272,7 @@ def fit_vectors(i_first, fit, p_levels, p_bounds, p_scratch, p_data, p_scale, m_
     o_vector, o_group = tl.arange(0, TOGETHER), tl.arange(0, GROUPS)
     p_sizes = p_scratch + VECTORS * DIM + i_first + o_vector
     size, own = tl.load(p_sizes), tl.load(p_sizes + VECTORS)
-    scale = mixed / energy if SIDE.lsq else tl.sqrt(own / energy)
+    scale = fitted_scale(own, mixed, energy)
     scale = tl.where((energy > 0) & (size > 0), scale * size, 0.0)
     scale = tl.where(scale > SIDE.largest, SIDE.largest, tl.where(scale < -SIDE.largest, -SIDE.largest, scale))
     tl.store(p_scale, tl.where(size == size, scale, float("nan")).to(DTYPE), mask=m_vector)

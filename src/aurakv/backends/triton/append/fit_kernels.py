@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..common.slots import advance_lengths, enter_sequence, no_sequence, place_rows
 from .fit import VECTORS, find_aims, fit_vectors, scratch_size
-from .kernels import append_blocks, row_places
+from .kernels import append_blocks, row_places, store_first_of_all
 
 VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "key_blocks", "value_blocks"]
 
@@ -134,6 +134,12 @@ def append_fitted_kernel(
     value_scales,
     key_blocks,
     value_blocks,
+    first_data,
+    first_slots,
+    first_held,
+    first_before,
+    first_size,
+    first_values,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -155,6 +161,7 @@ def append_fitted_kernel(
            key_scales)  # fmt: skip
     value = (v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, value_codes,
              value_scales)  # fmt: skip
+    first = (first_data, first_slots, first_held, first_before, first_size, first_values)
     SIZE: tl.constexpr = scratch_size(max(K.how.dim, V.how.dim), TOGETHER * len(K.scales if K.weights else V.scales))
     i_scratch = tl.program_id(0)
     if K.weights and V.weights:
@@ -165,11 +172,13 @@ def append_fitted_kernel(
             key, (key_fit, key_near, key_cells), p_scratch, data, page_bytes, pool, key_blocks, K_BYTES, K_DTYPE, K,
             HEADS, COUNTED, RING, SEQS, ROWS, TOGETHER,
         )  # fmt: skip
+        store_first_of_all(key, pool, first, 0, HEADS, K)
     else:
         refused = append_fitted_side(
             value, (value_fit, value_near, value_cells), p_scratch, data, page_bytes, pool, value_blocks, V_BYTES,
             V_DTYPE, V, HEADS, COUNTED, RING, SEQS, ROWS, TOGETHER,
         )  # fmt: skip
+        store_first_of_all(value, pool, first, first_values, HEADS, V)
     if COUNTED:
         if refused:
             tl.atomic_or(overflow, 1, sem="relaxed")

@@ -26,12 +26,13 @@ def prepare_append(
     v: Tensor,
     key_scale: Tensor | None,
     place: tuple[Any, ...],
+    first: tuple[Any, ...],
     sequences: tuple[int, int, int],
     counted: bool,
     few: tuple[int, int],
     blocks: int,
 ) -> Launch:
-    """launch.prepare_append. place, sequences: as its kernel takes them. few: rows of a block of a side without
+    """launch.prepare_append. place, first, sequences: as its kernel takes them. few: rows of a block of a side without
     weights, and their number. blocks: number of blocks of VECTORS tokens of a head."""
     key, value = pages.format.key, pages.format.value
     changed = key_scale is not None or pages.key_offset is not None
@@ -65,6 +66,7 @@ def prepare_append(
         _scratch(programs * (k_how.weights + v_how.weights), max(key.dim, value.dim), warps, k.device),
         *place,
         *counts,
+        *first,
         pages.kv_heads,
         k_how,
         v_how,
