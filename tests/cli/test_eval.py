@@ -17,7 +17,7 @@ from aurakv.calibration.policy import LayerPolicy, Policy  # noqa: E402
 from aurakv.cli import arguments, eval_plot  # noqa: E402
 from aurakv.cli import eval as command  # noqa: E402
 from aurakv.evaluation import builtin, compare, ids_of, rivals  # noqa: E402
-from aurakv.evaluation.results import Results, policy_key  # noqa: E402
+from aurakv.evaluation.results import Results  # noqa: E402
 from aurakv.hf import AuraCache  # noqa: E402
 
 ARGS = ("--tokens", "200", "--threads", "1", "--device", "cpu")
@@ -217,13 +217,14 @@ def test_committed_results_are_used(policy):
     folder = Path(__file__).parents[2] / "benchmarks" / "baselines"
     results = Results(folder / f"quality-{'smollm2' if policy.startswith('smollm2') else 'gemma3'}.json")
     mark = {"weights": next(e["key"]["weights"] for e in results.entries if e["key"]["format"] == policy)}
-    work = command.Work(None, None, None, results, {policy: None, "plain:k4v4": None}, mark,
-                        {policy: {"policy": policy_key(Policy.load(policy))}})  # fmt: skip
+    names = [policy, "plain:k4v4", "k4v4"]
+    marks = command.marks_of(names, {policy: Policy.load(policy)}, torch.device("cpu"))
+    work = command.Work(None, None, None, results, dict.fromkeys(names), mark, marks)
     fields = ("kind", "model", "dtype", "text", "ids", "tokens", "every")
     shared = {name: results.entries[0]["key"][name] for name in fields}
     for name, key in work._keys(shared, "uncompressed").items():
         assert work._find(key)["tokens"] == 4096
-        assert (work._find({**key, "weights": "x"}) is None) == (name == policy)
+        assert (work._find({**key, "weights": "x"}) is None) == (name in (policy, "k4v4"))
     assert work._find({**work._keys(shared, "uncompressed")[policy], "policy": "another"}) is None
     assert work._find({**work._keys(shared, "uncompressed")[policy], "format": "my.json"}) is None
 

@@ -17,6 +17,8 @@ from . import arguments, loading
 from .screen import Screen, up_to
 
 if TYPE_CHECKING:
+    import torch
+
     from ..calibration.policy import Policy
     from ..evaluation.results import Results
 
@@ -28,6 +30,7 @@ RIVALS = ("quanto-4", "quanto-2", "hqq-4", "hqq-3", "hqq-2", "turboquant_k8v4", 
 CHUNK = 256  # tokens at a time: what an AuraCache computes does not depend on it
 RIVAL_CHUNK = 64  # quantised caches of transformers then see as many unquantised tokens as in decoding, on average
 NEEDLES = (1024, 2048, 4096, 8192)
+FITTED = "fitted 2"  # the mark of rows with fitted codes: another one where other codes or scales are chosen
 
 
 def add(subparsers: Any) -> None:
@@ -83,9 +86,9 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..bench import machine
     from ..calibration import texts
-    from ..calibration.policy import FITTED_ON, Policy, shipped
+    from ..calibration.policy import Policy, shipped
     from ..evaluation import rivals
-    from ..evaluation.results import Results, model_key, policy_key
+    from ..evaluation.results import Results, model_key
     from . import eval_plot
 
     screen = Screen(args)
@@ -117,10 +120,7 @@ def run(args: argparse.Namespace) -> None:
         "formats": names,
         **machine.facts(loaded.device),
     }
-    marks = {name: {"policy": policy_key(policy)} for name, policy in policies.items()}
-    if loaded.device.type in FITTED_ON:  # rows of versions that did not fit codes are measured again
-        calibrated = set(names) - set(policies) - set(rivals.names())
-        marks |= {name: {"codes": "fitted"} for name in calibrated if not name.startswith(PLAIN)}
+    marks = marks_of(names, policies, loaded.device)
     work = Work(args, screen, loaded, results, makers, {"weights": model_key(loaded.model)}, marks)
     rows = [row for name, text in read.items() for row in work.measure(name, text)]
     needles = [row for name, text in read.items() for row in work.search(name, text)] if args.needle else []
@@ -133,6 +133,20 @@ def run(args: argparse.Namespace) -> None:
     if work.failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in work.failed.items())
         raise AuraError(f"{counted(len(work.failed), 'row')} could not be measured: {reasons}")
+
+
+def marks_of(names: list[str], policies: dict[str, Policy], device: torch.device) -> dict[str, dict[str, str]]:
+    """What else a row depends on, by its name: rows of another policy, or of codes that were chosen otherwise, are measured
+    again."""
+    from ..calibration.policy import FITTED_ON
+    from ..evaluation import rivals
+    from ..evaluation.results import policy_key
+
+    marks = {name: {"policy": policy_key(policy)} for name, policy in policies.items()}
+    if device.type in FITTED_ON:
+        calibrated = {name for name in set(names) - set(rivals.names()) if not name.startswith(PLAIN)}
+        marks |= {name: {**marks.get(name, {}), "codes": FITTED} for name in calibrated}
+    return marks
 
 
 def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], Any]:
