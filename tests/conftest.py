@@ -14,6 +14,7 @@ torch.set_num_threads(1)  # the cases are small, and several test processes shar
 def pytest_addoption(parser):
     parser.addoption("--backend", action="append", help="run conformance on this backend only (may repeat)")
     parser.addoption("--capability", help="kernels as on a GPU of this compute capability, such as 8.0")
+    parser.addoption("--emulate", help="an emulated GPU of this compute capability, such as 8.0, with CPU tensors")
 
 
 def pytest_configure(config):
@@ -21,6 +22,11 @@ def pytest_configure(config):
         from aurakv.backends.triton.common import target
 
         target.assume(target.parsed(chosen))
+    if chosen := config.getoption("--emulate"):
+        from aurakv.backends.triton.common import target
+        from tests.helpers.ptx import driver
+
+        driver.start(target.parsed(chosen))
 
 
 def pytest_generate_tests(metafunc):
