@@ -1,4 +1,5 @@
-"""Decode attention on a GPU against bf16 SDPA (cuDNN), in one process, correctness first.
+"""Decode attention on a GPU against bf16 SDPA (cuDNN, or what torch has besides where that refuses), in one process,
+correctness first.
 
 python benchmarks/gpu_decode.py [--baseline] --json out.json
 
@@ -6,8 +7,8 @@ Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leav
 triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache; beside them
 stands how long torch takes to sum as many, which nothing is done with but to read them. --rivals also times other
 packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). --baseline measures every row of
-baselines/gpu_decode-h200.json. --capability 8.0 times what such a GPU would run. Rows are added to a file that
-exists.
+baselines/gpu_decode-h200.json and those of OTHER_SHAPES, --other-shapes these alone. --capability 8.0 times what such a
+GPU would run. Rows are added to a file that exists.
 """
 
 from __future__ import annotations
@@ -88,12 +89,28 @@ def microseconds(step: Callable[[], object], flush: str, repeats: int = 60) -> f
     return 1e3 * statistics.median(a.elapsed_time(b) for a, b in times[5:])
 
 
-def sdpa_bf16(seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush: str, queries: int = 1) -> float:
+def sdpa_bf16(
+    seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush: str, queries: int = 1
+) -> tuple[str, float]:
+    """cuDNN's time, or where it refuses that of the fastest of torch's others; whose it is."""
     q = torch.randn(seqs, kv_heads * group, queries, dim, device=DEVICE, dtype=torch.bfloat16)
     k = torch.randn(seqs, kv_heads, tokens, dim, device=DEVICE, dtype=torch.bfloat16)
     v = torch.randn_like(k)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return microseconds(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), flush)
+    grouped = q.view(seqs, kv_heads, group * queries, dim)
+    found = {}
+    others = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    for backend in (SDPBackend.CUDNN_ATTENTION, *others):
+        with_gqa = backend == SDPBackend.CUDNN_ATTENTION
+        step = functools.partial(F.scaled_dot_product_attention, q if with_gqa else grouped, k, v, enable_gqa=with_gqa)
+        try:
+            with sdpa_kernel(backend):
+                found[backend.name] = microseconds(step, flush)
+        except RuntimeError as refusal:  # of this dimension
+            print(f"  {backend.name}: {str(refusal).splitlines()[0]:.100}", flush=True)
+        if with_gqa and found:
+            break
+    name = min(found, key=lambda name: found[name])
+    return name, found[name]
 
 
 def rival(name: str, seqs: int, kv_heads: int, group: int, tokens: int, dim: int, flush: str) -> tuple[float, float]:
@@ -143,11 +160,25 @@ BASELINE = [  # options of its rows
     "--shapes 2 --pages 64 --softcap 30",
     "--shapes 2 5 --pages 64 --tokens 128",
 ]
+OTHER_SHAPES = [  # compiled and emulated; no GPU has timed them yet
+    "--shapes 2 --pages 64 --dim 64 --formats k4v2 k2v2 k3v3 k5v5 k6v6 k5v4",
+    "--shapes 2 --pages 64 --dim 80 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4 k8v8",
+    "--shapes 2 --pages 64 --dim 96 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4 k8v8",
+    "--shapes 2 --pages 64 --dim 512 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4",
+    "--shapes 2 --pages 64 --formats k4:lloyd-max/v4 k4/v4:lloyd-max k4:lloyd-max/v4:lloyd-max",
+    "--shapes 2 --pages 64 --formats k3:lloyd-max/v3:lloyd-max k2:lloyd-max/v2:lloyd-max",
+    "--shapes 2 --pages 64 --dim 64 --formats k4:lloyd-max/v4:lloyd-max",
+    "--shapes 2 --pages 64 --dim 256 --formats k4:lloyd-max/v4:lloyd-max",
+    "--shapes 2 --pages 64 --formats k4:f32/v4:f32 k4:lloyd-max:f32/v4:lloyd-max:f32 k2:f32/v2:f32 k3:f32/v3:f32",
+    "--shapes 2 --pages 64 --group 8 --formats k4:lloyd-max/v4:lloyd-max k4:f32/v4:f32",
+    "--shapes 2 --pages 64 --threshold 1e-5",
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--baseline", nargs="*", type=int, help="these lines of BASELINE, or all")
+    parser.add_argument("--other-shapes", action="store_true", help="all lines of OTHER_SHAPES")
     parser.add_argument("--formats", nargs="*", default=["k4/v4:minifloat", "k4v4"])
     parser.add_argument("--pages", nargs="*", type=int, default=[64, 0], help="page sizes; 0: one page a sequence")
     parser.add_argument("--dim", type=int, default=128)
@@ -159,19 +190,22 @@ def main() -> None:
     parser.add_argument("--offsets", action="store_true", help="calibrated keys and values")
     parser.add_argument("--uncompressed", type=int, default=0, help="recent tokens that another call scores")
     parser.add_argument("--softcap", type=float)
+    parser.add_argument("--threshold", type=float, default=0.0, help="of weights whose values may be skipped")
     parser.add_argument("--capability", help="kernels as on a GPU of this compute capability, such as 8.0")
     parser.add_argument("--rivals", action="store_true", help="other packages, where they are installed")
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.capability:
         target.assume(target.parsed(args.capability))
-    if args.baseline is None:
+    if args.baseline is None and not args.other_shapes:
         return save(args.json, measure(args))
     as_on = ["--capability", args.capability] if args.capability else []
-    if vars(args) != {**vars(parser.parse_args(as_on)), "baseline": args.baseline, "json": args.json}:
-        parser.error("--baseline has its own options")
-    for line in args.baseline or range(len(BASELINE)):
-        save(args.json, measure(parser.parse_args([*BASELINE[line].split(), *as_on])))
+    own = {"baseline": args.baseline, "other_shapes": args.other_shapes, "json": args.json}
+    if vars(args) != {**vars(parser.parse_args(as_on)), **own}:
+        parser.error("--baseline and --other-shapes have their own options")
+    lines = OTHER_SHAPES if args.other_shapes else [*BASELINE, *OTHER_SHAPES]
+    for line in args.baseline or range(len(lines)):
+        save(args.json, measure(parser.parse_args([*lines[line].split(), *as_on])))
 
 
 def save(path: str | None, rows: list[dict[str, Any]]) -> None:
@@ -194,11 +228,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{name}: {reason or 'is timed'}")
     rivals = [name for name, reason in refused.items() if reason is None]
     options = {"flush": args.flush, "queries": args.queries, "uncompressed": args.uncompressed, "softcap": args.softcap}
-    options = {**options, "offsets": args.offsets, "capability": args.capability}
+    options = {**options, "offsets": args.offsets, "capability": args.capability, "threshold": args.threshold}
     for seqs, kv_heads, group, tokens in (SHAPES[i] for i in args.shapes):
         group, tokens = args.group or group, args.tokens or tokens
-        base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush, args.queries)
-        print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} cuDNN bf16 {base:.1f} us", flush=True)
+        whose, base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush, args.queries)
+        print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} {whose} bf16 {base:.1f} us", flush=True)
         for name in rivals:
             time, wrong = rival(name, seqs, kv_heads, group, tokens, args.dim, args.flush)
             if not wrong < RIVAL_ERROR:
@@ -208,7 +242,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             times = {"us": time, "bf16_us": base, "ratio": base / time, "error": wrong}
             rows.append({"flush": args.flush, "rival": name, **shape, **times})
             print(f"  {name:24}: {time:6.1f} us x{base / time:.2f} error {wrong:.1e}", flush=True)
-        scoring = Scoring(softcap=args.softcap, recent=args.uncompressed, first=min(4, args.uncompressed))
+        scoring = Scoring(softcap=args.softcap, recent=args.uncompressed, first=min(4, args.uncompressed),
+                          threshold=args.threshold)  # fmt: skip
         starts = rows_of("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
         if args.queries > 1:
             starts = Rows(args.queries * starts.starts)
@@ -228,8 +263,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append({
                     **options,
                     "shape": [seqs, kv_heads, group, tokens], "dim": args.dim, "format": name, "page": page_size,
-                    "us": time, "bf16_us": base, "ratio": base / time, "TB/s": read / time / 1e6, "read_us": bound,
-                    "error": wrong,
+                    "us": time, "bf16": whose, "bf16_us": base, "ratio": base / time, "TB/s": read / time / 1e6,
+                    "read_us": bound, "error": wrong,
                 })  # fmt: skip
                 print(
                     f"  {name:16} pages {page_size or 'one':>4}: {time:6.1f} us {read / time / 1e6:.2f} TB/s"

@@ -49,7 +49,7 @@ def main() -> None:
     if len(args.registers) != len(args.programs):
         parser.error("as many --registers as --programs")
     for seqs, kv_heads, group, tokens in (gpu_decode.SHAPES[i] for i in args.shapes):
-        base = gpu_decode.sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush)
+        _, base = gpu_decode.sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush)
         print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} cuDNN bf16 {base:.1f} us", flush=True)
         starts = rows_of("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
         q = torch.randn(seqs, kv_heads * group, args.dim, device=gpu_decode.DEVICE, dtype=torch.bfloat16)

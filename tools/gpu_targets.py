@@ -1,9 +1,9 @@
 """What GPUs that are not here could reach: the decode kernel compiled for them, its instructions counted, the time that
 its bytes and its instructions allow. Calculated, not measured.
 
-    PYTHONPATH=src python tools/gpu_targets.py [--formats k4v4 k8v4]
+    PYTHONPATH=src python tools/gpu_targets.py [--formats k4v4 k8v4] [--dim 64] [--cards H200]
 
-Prints a table for docs/lab/gpu.md: 8 sequences of 32K tokens, 8 KV heads, groups of 4, dimension 128, pages of 64.
+Prints a table for docs/lab/gpu.md: 8 sequences of 32K tokens, 8 KV heads, groups of 4, pages of 64.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ CARDS = {
     "H200": Card(90, 4800e9, 132, 1.98e9),
 }
 FORMATS = ["k2v2", "k3v3", "k4v4", "k5v4", "k6v6", "k8v4", "k8v8"]
-SEQS, KV_HEADS, GROUP, TOKENS, DIM = 8, 8, 4, 32768, 128
+SEQS, KV_HEADS, GROUP, TOKENS = 8, 8, 4, 32768
 
 
-def instructions(name: str, capability: int) -> tuple[int, int]:
+def instructions(name: str, dim: int, capability: int) -> tuple[int, int]:
     """Of a warp for a tile, and the tokens of a tile."""
-    format, page = Format.parse(name, DIM), 64
+    format, page = Format.parse(name, dim), 64
     pages = Pages(
         format, page, allocate(format, page, 128, KV_HEADS, torch.device("cpu")),
         torch.zeros(1, 128, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
     )  # fmt: skip
-    q = torch.empty(1, KV_HEADS * GROUP, DIM, dtype=torch.bfloat16)
+    q = torch.empty(1, KV_HEADS * GROUP, dim, dtype=torch.bfloat16)
     with compiling(capability) as seen, tempfile.TemporaryDirectory() as folder:
         where = rows_of("starts", None, 1, 1, q.device)
         launch.attend(q, pages, where, pages.lengths, Scoring(), None, None, None)
@@ -66,24 +66,28 @@ def instructions(name: str, capability: int) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     args = parser.parse_args()
     print("| GPU | GB/s, multiprocessors, GHz | bf16 |", " | ".join(f"`{name}`" for name in args.formats), "|")
     print("|" + " --- |" * (3 + len(args.formats)))
     found = {}
-    for card, (capability, bandwidth, multiprocessors, clock) in CARDS.items():
+    for card in args.cards:
+        capability, bandwidth, multiprocessors, clock = CARDS[card]
         cells = []
         for name in args.formats:
             if (name, capability) not in found:
-                found[name, capability] = instructions(name, capability)
+                found[name, capability] = instructions(name, args.dim, capability)
             count, tile = found[name, capability]
             vectors = SEQS * KV_HEADS * TOKENS
-            read = vectors * Format.parse(name, DIM).bytes_per_token / bandwidth
+            read = vectors * Format.parse(name, args.dim).bytes_per_token / bandwidth
             issue = vectors / tile * count / (4 * multiprocessors * clock)  # one a cycle in each of four parts
             cells.append(f"{1e6 * read:.0f}, {1e6 * issue:.0f}")
-        plain = SEQS * KV_HEADS * TOKENS * 4 * DIM / bandwidth
+        plain = SEQS * KV_HEADS * TOKENS * 4 * args.dim / bandwidth
         about = f"{bandwidth / 1e9:.0f}, {multiprocessors}, {clock / 1e9:.2f}"
         print(f"| {card} | {about} | {1e6 * plain:.0f} |", " | ".join(cells), "|", flush=True)
-    print({f"{name} {capability}": f"{32 * n / tile / DIM / 2:.2f}" for (name, capability), (n, tile) in found.items()})
+    codes = {key: 32 * n / tile / args.dim / 2 for key, (n, tile) in found.items()}
+    print({f"{name} {capability}": f"{each:.2f}" for (name, capability), each in codes.items()})
 
 
 if __name__ == "__main__":

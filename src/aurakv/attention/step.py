@@ -39,6 +39,23 @@ class Attention:
         return self.pages.lengths if self.ends is None else self.ends
 
 
+class FirstTokens(NamedTuple):
+    """Where a step stores first tokens of sequences a second time, at 16 bits, while it appends them."""
+
+    pages: Pages  # one page a sequence; its lengths are how many lie there after the step
+    before: Tensor  # [seqs] int32: and before it; at least as many where none are new
+
+    def store(self, k: Tensor, v: Tensor, key_scale: Tensor | None, starts: Tensor) -> None:
+        """The new ones among k and v. Waits for the device: for backends whose append does not do this."""
+        counts, slots = self.pages.lengths.tolist(), self.pages.table[:, 0].tolist()
+        keys, values = self.pages.vectors()
+        for row, old, count, slot in zip(starts.tolist(), self.before.tolist(), counts, slots, strict=False):
+            if old < count:
+                new = slice(row, row + count - old)
+                keys[slot, :, old:count] = scaled_keys(k[new], key_scale).transpose(0, 1).to(keys.dtype)
+                values[slot, :, old:count] = v[new].transpose(0, 1).to(values.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class Step(Attention):
     """What a step needs besides its queries, keys and values. `Backend.prepare_step` makes a function of these."""
@@ -47,6 +64,7 @@ class Step(Attention):
     uncompressed: Pages | None = None  # tokens that are stored a second time, at 16 bits
     uncompressed_too: bool = False  # whether the new tokens are appended there, too
     counted: bool = False  # whether the lengths count the new tokens already, as an engine's do; else they advance
+    first_tokens: FirstTokens | None = None  # where new tokens that are first ones are stored, too
 
     def over_uncompressed(self) -> Attention | None:
         """Attention over the tokens that are stored a second time. Sinks count once, with the codes."""
@@ -74,6 +92,8 @@ def in_two_calls(backend: Any, step: Step) -> Run:
             if step.counted:
                 pages.lengths.sub_(rows.starts.diff())
             backend.append(pages, scaled_keys(k, factors), v, rows)
+            if step.first_tokens is not None:
+                step.first_tokens.store(k, v, factors, rows.starts)
             if step.uncompressed is not None and step.uncompressed_too:
                 backend.append(step.uncompressed, scaled_keys(k, factors), v, rows)
         part = backend.attend(x, step)

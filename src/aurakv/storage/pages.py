@@ -104,6 +104,11 @@ class Pages:
 
         return gather(self.key_parts()), gather(self.value_parts())
 
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [pages, kv_heads, page_size, dim] of pages of 16 bits."""
+        keys, values = self.key_parts().data, self.value_parts().data
+        return keys.view(self.format.key.dtype), values.view(self.format.value.dtype)
+
     def unrotated(self) -> Pages:
         """The same bytes for a caller who rotates: vectors are R x̂, and so are the offsets."""
         f = self.format

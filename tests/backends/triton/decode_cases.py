@@ -20,16 +20,27 @@ from aurakv.storage.pages import Pages, allocate, parts
 
 pytest.importorskip("triton")
 from aurakv.backends.triton.decode import launch
+from tests.helpers.gpu import DEVICE
 
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU"
-)
 DEFAULT = Scoring()
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
 # rows that lie as in memory
 FLAT = ["k3v3", "k3/v3:minifloat", "k3v4", "k4v3", "k8v3", "k5v4", "k6v6", "k4v5", "k5v3"]
 FORMATS = [MINIFLOAT, CUBIC, "k2v2", "k8v4", "k8v8", "k8:cubic/v8:cubic", "k4v2", "k2v4", *FLAT]
 UNIFORM = "k2/v2:uniform"
+# rows that are read in pieces: of other dimensions than 128 and 256, and at 64 of other widths than 4 and 8 bits
+OTHER_WIDTHS = ["k2v2", "k3v3", "k4v2", "k5v5", "k6v6", "k8v3"]
+PIECES = [
+    *((name, 64) for name in OTHER_WIDTHS),
+    *((name, dim) for dim in (80, 96) for name in ("k4v4", "k8v8", *OTHER_WIDTHS)),
+    *((name, 512) for name in ("k4v4", "k8v4", *OTHER_WIDTHS)),
+]  # fmt: skip
+UNEVEN = {
+    bits: str([round(-1 + 0.01 * i + 0.008 * i * i, 3) for i in range(1 << bits)]).replace(" ", "")
+    for bits in (2, 3, 4)
+}
+TABLES = [f"k{bits}:{table}/v{bits}:{table}" for bits in (2, 3, 4) for table in ("lloyd-max", UNEVEN[bits])]
+WIDE_SCALES = ["k4v4:f32", "k4:f32/v4", "k3:f32/v8:f32", "k2v2:f32"]
 
 
 def make_pages(
@@ -37,7 +48,7 @@ def make_pages(
     ring: tuple[int, int] | None = None, capacity: int | None = None,
 ) -> Pages:  # fmt: skip
     """Random codes in pages of random order; everything beyond the lengths is NaN."""
-    device = torch.device("cuda")
+    device = torch.device(DEVICE)
     format = Format.parse(name, dim)
     generator = torch.Generator(device).manual_seed(seed)
     width = -(-max([*lengths, 1]) // page_size) if ring is None else ring[0]
@@ -66,9 +77,9 @@ def make_pages(
 def make_queries(
     pages: Pages, group: int, dtype: torch.dtype = torch.float32, seed: int = 1, size: float = 1.0
 ) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     shape = (pages.seqs, pages.kv_heads * group, pages.format.key.dim)
-    return (size * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
+    return (size * torch.randn(shape, generator=generator, device=DEVICE)).to(dtype)
 
 
 def run(
@@ -118,9 +129,9 @@ def launches() -> Iterator[list[str]]:
 
 
 def with_offsets(pages: Pages, key: bool = True, value: bool = True) -> Pages:
-    generator = torch.Generator("cuda").manual_seed(5)
+    generator = torch.Generator(DEVICE).manual_seed(5)
     shape = (2, pages.kv_heads, pages.format.key.dim)
-    offsets = torch.randn(shape, generator=generator, device="cuda")
+    offsets = torch.randn(shape, generator=generator, device=DEVICE)
     return dataclasses.replace(
         pages,
         key_offset=offsets[0].contiguous() if key else None,

@@ -20,10 +20,7 @@ from aurakv.errors import BackendError
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
 from aurakv.storage.uncompressed import Uncompressed
-
-on_gpu = pytest.mark.skipif(
-    backends.why_not("triton", None, "cuda") is not None, reason=f"{backends.why_not('triton', None, 'cuda')}"
-)
+from tests.helpers.gpu import DEVICE, on_gpu, on_real_gpu
 
 
 def test_import_is_light():
@@ -57,7 +54,7 @@ def test_launches_go_where_the_tensors_are(monkeypatch):
 
 def test_why_not():
     assert next(iter(backends.names())) == "triton"
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if os.environ.get("TRITON_INTERPRET") != "1" and DEVICE == "cuda":
         assert backends.why_not("triton", None, "cpu") == "it needs a CUDA device, got cpu"
         with pytest.raises(BackendError, match="needs a CUDA device"):
             kv.encode(torch.zeros(1, 1, 64), Format.parse("k4v4", 64).key, backend="triton")
@@ -92,7 +89,7 @@ def test_constants():
 
 
 def make_pages(name: str, dim: int, seqs: int, tokens: int, kv_heads: int, page_size: int) -> Pages:
-    width, device = -(-tokens // page_size), torch.device("cuda")
+    width, device = -(-tokens // page_size), torch.device(DEVICE)
     format = Format.parse(name, dim)
     order = torch.randperm(seqs * width, device=device, dtype=torch.int32)
     return Pages(
@@ -110,17 +107,17 @@ def error_of(got, truth) -> float:
 
 
 @pytest.mark.gpu
-@on_gpu
+@on_real_gpu
 @pytest.mark.parametrize(("name", "page_size"), [("k4v4", 16), ("k4v4", 1024), ("k8v3", 48)])
 def test_graph_of_decode_steps(name, page_size):
     """One captured append and attend, replayed while lengths grow on the device, against float64."""
     torch.manual_seed(0)
     seqs, kv_heads, group, dim, start, steps = 3, 2, 4, 128, 100, 70
     pages = make_pages(name, dim, seqs, 192, kv_heads, page_size)
-    first = torch.randn(seqs * start, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    first = torch.randn(seqs * start, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16)
     ops.append(pages, first, first, [i * start for i in range(seqs + 1)], backend="triton")
-    q = torch.randn(seqs, kv_heads * group, dim, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, seqs, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(seqs, kv_heads * group, dim, device=DEVICE, dtype=torch.bfloat16)
+    k, v = torch.randn(2, seqs, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16)
 
     def step():
         ops.append(pages, k, v, backend="triton")
@@ -136,7 +133,7 @@ def test_graph_of_decode_steps(name, page_size):
     with torch.cuda.graph(graph):
         part = step()
     pages.lengths.copy_(saved)
-    one_each = Rows(torch.arange(seqs + 1, device="cuda", dtype=torch.int32))
+    one_each = Rows(torch.arange(seqs + 1, device=DEVICE, dtype=torch.int32))
     for number in range(steps):
         for x in (q, k, v):
             x.normal_()
@@ -156,15 +153,15 @@ def test_graph_of_decode_steps(name, page_size):
 )
 def test_long_append(name, dim, dtype):
     """Many tokens of ragged sequences, some of them damaged, empty or too many, against the reference."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     before, new, kv_heads = [5, 0, 130, 9], [3001, 4090, 0, 1500], 4
     pages = make_pages(name, dim, 4, 4096, kv_heads, 64)
     pages.lengths.copy_(torch.tensor(before))
     pages.table[3, 20] = -1  # the last sequence has no room
     untouched = pages.data[pages.table[3, 0]].clone()
     shape = (sum(new), kv_heads, dim)
-    k, v = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in "kv")
-    k *= torch.exp(2 * torch.randn(shape[:2], generator=generator, device="cuda"))[..., None].to(dtype)
+    k, v = (torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for _ in "kv")
+    k *= torch.exp(2 * torch.randn(shape[:2], generator=generator, device=DEVICE))[..., None].to(dtype)
     k[7], k[8, :, 3], k[9], k[10] = 0, float("nan"), 1e4, 1e-7
     starts = [0, *torch.tensor(new).cumsum(0).tolist()]
     ops.append(pages, k, v, starts, backend="triton")
@@ -173,7 +170,7 @@ def test_long_append(name, dim, dtype):
     assert torch.equal(pages.data[pages.table[3, 0]], untouched)
     for seq in range(2):
         at = slice(starts[seq], starts[seq + 1])
-        stored = pages.stored(seq, torch.arange(before[seq], before[seq] + new[seq], device="cuda"))
+        stored = pages.stored(seq, torch.arange(before[seq], before[seq] + new[seq], device=DEVICE))
         sides = (k, pages.format.key), (v, pages.format.value)
         for codes, (x, codec) in zip(stored, sides, strict=True):
             wanted = ops.encode(x[at], codec, backend="reference")
@@ -191,20 +188,20 @@ def test_long_append(name, dim, dtype):
 @pytest.mark.parametrize(("name", "precision"), [("k4v4", "fast"), ("k4v4", "float32"), ("k5v3", "fast")])
 def test_steps_of_a_cache(name, precision, recent):
     """Uncompressed tokens, offset and key_scale over a prompt and steps of one token, like the reference in float32."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     seqs, kv_heads, dim = 3, 2, 128
-    offset = torch.randn(kv_heads, dim, generator=generator, device="cuda")
-    key_scale = torch.rand(kv_heads, dim, generator=generator, device="cuda") + 0.5
+    offset = torch.randn(kv_heads, dim, generator=generator, device=DEVICE)
+    key_scale = torch.rand(kv_heads, dim, generator=generator, device=DEVICE) + 0.5
 
     def cache(backend, dtype):
-        options = {"key_offset": offset, "backend": backend, "device": "cuda"}
+        options = {"key_offset": offset, "backend": backend, "device": DEVICE}
         kept = Uncompressed(4, recent, dtype)
         return kv.KVCache.contiguous(Format.parse(name, dim), seqs, kv_heads, uncompressed=kept, **options)
 
     ours, other = cache("triton", torch.bfloat16), cache("reference", torch.float32)
     for count in (2, 90, *[1] * 40):
         q, k, v = (
-            torch.randn(seqs * count, heads, dim, generator=generator, device="cuda").bfloat16()
+            torch.randn(seqs * count, heads, dim, generator=generator, device=DEVICE).bfloat16()
             for heads in (8, kv_heads, kv_heads)
         )
         starts = None if count == 1 else [i * count for i in range(seqs + 1)]
@@ -217,11 +214,11 @@ def test_steps_of_a_cache(name, precision, recent):
 
 
 @pytest.mark.gpu
-@on_gpu
+@on_real_gpu
 def test_graph_append_that_does_not_fit():
     pages = make_pages("k4v4", 64, 2, 32, 2, 16)
     pages.lengths.copy_(torch.tensor([31, 5]))
-    k = torch.randn(2, 2, 64, device="cuda")
+    k = torch.randn(2, 2, 64, device=DEVICE)
     ops.append(pages, k, k, backend="triton")  # compiles
     pages.lengths.copy_(torch.tensor([31, 5]))
     graph = torch.cuda.CUDAGraph()
@@ -244,9 +241,9 @@ def test_repeats_bit_for_bit_and_alone():
     pages = make_pages("k4v4", 128, 5, 4096, 2, 64)
     counts = [4096, 7, 900, 2048, 0]
     starts = torch.tensor([0, *counts]).cumsum(0).tolist()
-    x = torch.randn(starts[-1], 2, 128, device="cuda", dtype=torch.float16)
+    x = torch.randn(starts[-1], 2, 128, device=DEVICE, dtype=torch.float16)
     ops.append(pages, x, x.flip(0), starts, backend="triton")
-    q = torch.randn(5, 8, 128, device="cuda", dtype=torch.float16)
+    q = torch.randn(5, 8, 128, device=DEVICE, dtype=torch.float16)
     a, b = (kv.attend(q, pages, backend="triton") for _ in range(2))
     assert torch.equal(a.out, b.out)
     assert torch.equal(a.lse, b.lse)
@@ -267,13 +264,13 @@ def test_adversarial_error(format):
     """Peaked softmax, log-normal scales, outlier query coordinates: within the stated error of the fast default."""
     torch.manual_seed(0)
     pages = make_pages(format, 128, 2, 2048, 2, 64)
-    k, v = torch.randn(2, 4096, 2, 128, device="cuda")
-    k *= torch.exp(torch.randn(4096, 2, 1, device="cuda"))
-    v *= torch.exp(2 * torch.randn(4096, 2, 1, device="cuda"))
+    k, v = torch.randn(2, 4096, 2, 128, device=DEVICE)
+    k *= torch.exp(torch.randn(4096, 2, 1, device=DEVICE))
+    v *= torch.exp(2 * torch.randn(4096, 2, 1, device=DEVICE))
     ops.append(pages, k, v, [0, 2048, 4096], backend="triton")
-    q = torch.randn(2, 8, 128, device="cuda")
+    q = torch.randn(2, 8, 128, device=DEVICE)
     q[..., 5] *= 50
-    one_each = Rows(torch.arange(3, device="cuda", dtype=torch.int32))
+    one_each = Rows(torch.arange(3, device=DEVICE, dtype=torch.int32))
     everything = Attention(pages, one_each, kv.Scoring())
     truth = reference.attend(q.double(), everything)
 
@@ -291,12 +288,12 @@ def test_adversarial_error(format):
 @on_gpu
 def test_workspace_is_enough():
     pages = make_pages("k4v4", 128, 1, 8192, 2, 64)
-    x = torch.randn(8192, 2, 128, device="cuda", dtype=torch.float16)
+    x = torch.randn(8192, 2, 128, device=DEVICE, dtype=torch.float16)
     ops.append(pages, x, x, [0, 8192], backend="triton")
     for tokens in (1, 5, 300):
-        q = torch.randn(tokens, 8, 128, device="cuda", dtype=torch.float16)
+        q = torch.randn(tokens, 8, 128, device=DEVICE, dtype=torch.float16)
         size = ops.attend_workspace(pages, tokens, 8, backend="triton")
-        space = torch.full((size + 256,), 255, dtype=torch.uint8, device="cuda")
+        space = torch.full((size + 256,), 255, dtype=torch.uint8, device=DEVICE)
         for precision in ("fast", "float32"):
             given = kv.attend(q, pages, [0, tokens], precision=precision, workspace=space[:size], backend="triton")
             free = kv.attend(q, pages, [0, tokens], precision=precision, backend="triton")

@@ -29,13 +29,13 @@ from tests.backends.triton.decode_cases import (
     limit_of,
     make_pages,
     make_queries,
-    needs_gpu,
     run,
     with_offsets,
 )
+from tests.helpers.gpu import DEVICE, on_gpu, on_real_gpu
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 12, 16])
 def test_groups(name: str, group: int) -> None:
@@ -43,7 +43,7 @@ def test_groups(name: str, group: int) -> None:
     close(*run(make_queries(pages, group), pages), limit=limit_of(name))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("name", [*FORMATS, UNIFORM])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 12])
 def test_short_contexts_take_one_launch(name: str, group: int) -> None:
@@ -51,8 +51,8 @@ def test_short_contexts_take_one_launch(name: str, group: int) -> None:
     limit = limit_of(name)
     short = with_offsets(make_pages(name, 128, [1, 64, 63, 0, 33, 40], 2, 64, capacity=64))
     long = make_pages(name, 128, [700, 1000, 3, 0, 90, 64], 2, 64)
-    sinks = torch.randn(2 * group, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
-    several = torch.randn(9, 2 * group, 128, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+    sinks = torch.randn(2 * group, generator=torch.Generator(DEVICE).manual_seed(3), device=DEVICE)
+    several = torch.randn(9, 2 * group, 128, generator=torch.Generator(DEVICE).manual_seed(7), device=DEVICE)
     for pages, scoring in ((short, DEFAULT), (long, Scoring(window=20, sinks=4, first=2))):
         q = make_queries(pages, group)
         with launches() as ran:
@@ -65,7 +65,7 @@ def test_short_contexts_take_one_launch(name: str, group: int) -> None:
         assert ran == ["decode_attention", "merge_pieces"]
 
 
-@needs_gpu
+@on_gpu
 def test_many_short_contexts_take_one_launch() -> None:
     """Where sequences alone keep the device busy, up to 512 tokens."""
     pages = make_pages(CUBIC, 128, [(37 * i) % 513 for i in range(256)], 2, 64, capacity=512)
@@ -74,7 +74,7 @@ def test_many_short_contexts_take_one_launch() -> None:
     assert ran == ["decode_attention"]
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("page_size", [16, 32, 64, 96, 192])
 @pytest.mark.parametrize("lengths", [[4096], [0], [0, 0, 5000], [65, 129, 1, 777, 3000], [64] * 40])
 def test_lengths(lengths: list[int], page_size: int) -> None:
@@ -82,14 +82,14 @@ def test_lengths(lengths: list[int], page_size: int) -> None:
     close(*run(make_queries(pages, 4), pages))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("group", [4, 8])
 def test_contiguous_of_any_size(group: int) -> None:
     pages = make_pages(MINIFLOAT, 128, [700, 1000, 3], 2, 1000)
     close(*run(make_queries(pages, group), pages))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("name", FLAT)
 @pytest.mark.parametrize("page_size", [16, 32, 128, 333])
 @pytest.mark.parametrize("group", [4, 8])
@@ -100,11 +100,11 @@ def test_flat_rows(name: str, page_size: int, group: int) -> None:
     limit = limit_of(name)
     close(*run(make_queries(pages, group), pages), limit=limit)
     close(*run(make_queries(pages, group), pages, Scoring(window=70, sinks=5, first=2, recent=3)), limit=limit)
-    q = torch.randn(8, 2 * group, 128, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+    q = torch.randn(8, 2 * group, 128, generator=torch.Generator(DEVICE).manual_seed(7), device=DEVICE)
     close(*run(q, with_offsets(pages), Scoring(window=66, sinks=65), starts=[0, 2, 3, 3, 5, 8]), limit=limit)
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("seqs", [1, 70, 200])
 def test_many_sequences(seqs: int) -> None:
     """Many heads share a merge, few have many pieces each."""
@@ -112,7 +112,7 @@ def test_many_sequences(seqs: int) -> None:
     close(*run(make_queries(pages, 3), pages))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [4, 8])
@@ -121,7 +121,7 @@ def test_dims(dim: int, dtype: torch.dtype, group: int) -> None:
     close(*run(make_queries(pages, group, dtype), pages))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize(("name", "dim"), [(n, 256) for n in FORMATS] + [("k8v8", 64), ("k8:cubic/v4", 64)])
 @pytest.mark.parametrize("group", [4, 8])
 def test_widths_of_other_dims(name: str, dim: int, group: int) -> None:
@@ -129,13 +129,13 @@ def test_widths_of_other_dims(name: str, dim: int, group: int) -> None:
     close(*run(make_queries(pages, group), pages), limit=limit_of(name))
 
 
-@needs_gpu
+@on_gpu
 def test_ring_with_pinned_pages() -> None:
     pages = make_pages(MINIFLOAT, 128, [1000, 100, 700], 2, 64, ring=(6, 1))
     close(*run(make_queries(pages, 4), pages, Scoring(window=200)))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize(("name", "dim"), [(CUBIC, 64), (CUBIC, 128), ("k8v4", 128), ("k2v2", 128), ("k3v4", 256)])
 @pytest.mark.parametrize("group", [4, 8, 16])
 def test_pages_of_16(name: str, dim: int, group: int) -> None:
@@ -145,21 +145,21 @@ def test_pages_of_16(name: str, dim: int, group: int) -> None:
         pages.table[seq, -(-length // 16) :] = -1
     close(*run(make_queries(pages, group), pages))
     close(*run(make_queries(pages, group), pages, Scoring(window=150, sinks=20)))
-    q = torch.randn(9, 2 * group, dim, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+    q = torch.randn(9, 2 * group, dim, generator=torch.Generator(DEVICE).manual_seed(7), device=DEVICE)
     close(*run(q, pages, starts=[0, 1, 2, 3, 3, 5, 9]))
     for width, pinned in ((17, 0), (21, 3)):
         ring = make_pages(name, dim, [1000, 100, 700, 333], 2, 16, ring=(width, pinned))
         close(*run(make_queries(ring, group), ring, Scoring(window=200, sinks=16 * pinned)))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("splits", [1, 2, 7, 40])
 def test_splits_change_nothing(splits: int) -> None:
     pages = make_pages(MINIFLOAT, 128, [3000, 10, 500], 2, 64)
     close(*run(make_queries(pages, 4), pages, splits=splits))
 
 
-@needs_gpu
+@on_gpu
 def test_repeats_bit_for_bit_and_ignores_neighbours() -> None:
     pages = make_pages(MINIFLOAT, 128, [3000, 500, 2000], 4, 64)
     q = make_queries(pages, 4)
@@ -173,16 +173,16 @@ def test_repeats_bit_for_bit_and_ignores_neighbours() -> None:
     assert torch.allclose(single.lse[0], first.lse[1], atol=1e-3)
 
 
-@needs_gpu
+@on_gpu
 def test_strided_queries() -> None:
     pages = make_pages(MINIFLOAT, 128, [100, 300], 2, 64)
-    wide = torch.randn(2, 8, 2 * 128, device="cuda")
+    wide = torch.randn(2, 8, 2 * 128, device=DEVICE)
     close(*run(wide[:, :, 128:], pages))
-    packed = torch.randn(2, 24, 128, device="cuda")
+    packed = torch.randn(2, 24, 128, device=DEVICE)
     close(*run(packed[:, 8:16], pages))
 
 
-@needs_gpu
+@on_real_gpu
 def test_graph_replay_while_lengths_grow() -> None:
     pages = make_pages(MINIFLOAT, 128, [900, 640, 1000], 2, 64, capacity=1024)
     q = make_queries(pages, 4)

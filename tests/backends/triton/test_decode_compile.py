@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import re
 import subprocess
@@ -18,10 +19,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from aurakv.backends.triton.decode import launch, tile_ring  # noqa: E402
+from aurakv.backends.triton.decode import launch  # noqa: E402
 from aurakv.backends.triton.decode.kernel import decode_attention  # noqa: E402
 from aurakv.backends.triton.decode.levels import levels as level_arithmetic  # noqa: E402
 from aurakv.backends.triton.decode.merge import merge_pieces  # noqa: E402
+from aurakv.backends.triton.decode.shapes import CODE_BITS, DIMS, flat  # noqa: E402
 from aurakv.backends.triton.extend import launch as extend  # noqa: E402
 
 MINIFLOAT, CUBIC = "k4/v4:minifloat", "k4v4"
@@ -35,11 +37,27 @@ def test_says_why_not() -> None:
     assert launch.why_not_format(Format.parse("k5v6", 128)) is None
     assert launch.why_not_format(Format.parse("k8v8", 64)) is None
     assert "level tables" in (launch.why_not_format(Format.parse("k8:lloyd-max/v4", 128)) or "")
-    for name in ("k4:lloyd-max/v4", "k5:lloyd-max/v4", "k6:cubic/v4", "k4/v5:cubic", "k4/v6:lloyd-max"):
+    for name in ("k5:lloyd-max/v4", "k6:cubic/v4", "k4/v5:cubic", "k4/v6:lloyd-max"):
         assert "level tables" in (launch.why_not_format(Format.parse(name, 128)) or "")
-    for name, dim in (("k5v4", 64), ("k2v2", 64), ("k3v3", 64), ("k4v4", 80), ("k4v4:f32", 128)):
-        assert "widths and dims" in (launch.why_not_format(Format.parse(name, dim)) or "")
+    assert "level tables" in (
+        launch.why_not_format(Format.parse("k8:cubic/v4", 96)) or ""
+    )  # polynomials of pieces only
+    for name, dim in (("k4v4", 112), ("k4v4", 32), ("k2v2", 1024)):
+        assert "bits and dims" in (launch.why_not_format(Format.parse(name, dim)) or "")
+    assert "shared memory" in (launch.why_not_format(Format.parse("k8v8", 512)) or "")
     assert "same dim" in (launch.why_not_format(Format.parse("k4v4", (128, 64))) or "")
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_width_is_served(dim: int) -> None:
+    for key, value in itertools.product(CODE_BITS, CODE_BITS):
+        if (dim, key, value) != (512, 8, 8):
+            assert launch.why_not_format(Format.parse(f"k{key}v{value}", dim)) is None
+            assert launch.why_not_format(Format.parse(f"k{key}:f32/v{value}:f32", dim)) is None
+    for bits in (2, 3, 4):
+        uneven = table([-1.0 + 0.01 * i * i for i in range(1 << bits)])
+        for name in (f"k{bits}:lloyd-max/v{bits}:lloyd-max", f"k{bits}:{uneven}/v{bits}:{uneven}"):
+            assert launch.why_not_format(Format.parse(name, dim)) is None
 
 
 def table(levels: list[float]) -> str:
@@ -114,11 +132,12 @@ def compile_decode(
     fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": 0 if several else 2}
     fixed |= {"KEY_SCALE": several, "ALONE": alone, "LOGITS": alone, "KEY_OFFSET": alone and not several}
     fixed |= {"VALUE_OFFSET": alone, "UNCOMPRESSED": alone and not several, "BULK": True, "EARLY": True, "PAGES": 1}
+    fixed |= {"KEY_SCALES": key.scale_bytes, "VALUE_SCALES": value.scale_bytes, "THRESHOLD": False}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
-    both = 2 if key.bits == value.bits and not tile_ring.flat(key.bits) else 1
+    both = 2 if key.bits == value.bits and not flat(key.bits, dim) else 1
 
     def codes(side: Codec) -> str:
-        if tile_ring.flat(side.bits):
+        if flat(side.bits, dim):
             return f"tensordesc<i16[1, 1, {tile}, 32],{gl.NVMMASharedLayout(64, 16, rank=4)!r}>"
         return f"tensordesc<i16[1, {both}, {tile * side.row_bytes // 128}, 64],{swizzled!r}>"
 
@@ -128,7 +147,7 @@ def compile_decode(
         "scales": f"tensordesc<fp16[1, 2, {tile}],{plain!r}>",
         **dict.fromkeys(("signs", "value_signs", "pieces", "lses", "lse_out", "offset", "value_offset"), "*fp32"),
         **dict.fromkeys(("constants", "table", "lengths", "ends", "starts", "u_table", "u_lengths"), "*i32"),
-        **dict.fromkeys(("cap", "score_scale", "bias_scale", "value_scale", "value_shift"), "fp32"),
+        **dict.fromkeys(("cap", "score_scale", "bias_scale", "value_scale", "value_shift", "least"), "fp32"),
         **dict.fromkeys(fixed, "constexpr"),
         **dict.fromkeys(("q", "out", "u_data", "sink_logits"), "*bf16"),
         "key_scale": "*fp32",

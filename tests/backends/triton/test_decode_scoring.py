@@ -25,23 +25,23 @@ from tests.backends.triton.decode_cases import (
     limit_of,
     make_pages,
     make_queries,
-    needs_gpu,
     run,
     with_offsets,
 )
+from tests.helpers.gpu import DEVICE, on_gpu
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("group", [4, 8, 16])
 @pytest.mark.parametrize(("key", "value"), [(True, True), (True, False), (False, True)])
 def test_offsets(group: int, key: bool, value: bool) -> None:
     pages = with_offsets(make_pages(CUBIC, 128, [300, 0, 64, 1000], 2, 64), key, value)
     close(*run(make_queries(pages, group), pages))
-    sinks = torch.linspace(-2, 5, 2 * group, device="cuda")
+    sinks = torch.linspace(-2, 5, 2 * group, device=DEVICE)
     close(*run(make_queries(pages, group), pages, Scoring(first=4, recent=40, window=200), sinks=sinks))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("group", [4, 8, 16])
 @pytest.mark.parametrize("offsets", [True, False])
 @pytest.mark.parametrize("name", [CUBIC, "k8:cubic/v4"])
@@ -52,7 +52,7 @@ def test_soft_cap(name: str, group: int, offsets: bool) -> None:
     close(*run(make_queries(pages, group, size=5.0), pages, Scoring(softcap=3.0)), limit=limit_of(name))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("group", [4, 8, 12])
 @pytest.mark.parametrize("sinks", [1, 64, 65, 130, 5000])
 def test_positional_sinks(group: int, sinks: int) -> None:
@@ -63,7 +63,7 @@ def test_positional_sinks(group: int, sinks: int) -> None:
     close(*run(make_queries(ring, group), ring, Scoring(window=200, sinks=min(sinks, 128))))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("counts", [[2, 2, 2, 2], [1, 3, 0, 5], [16, 0, 2, 1], [0, 0, 0, 1]])
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_positional_sinks(group: int, sinks: int) -> None:
 def test_several_queries(scoring: Scoring, counts: list[int], group: int) -> None:
     pages = with_offsets(make_pages(CUBIC, 128, [300, 65, 16, 1000], 2, 64))
     starts = [sum(counts[:i]) for i in range(5)]
-    generator = torch.Generator("cuda").manual_seed(7)
-    q = torch.randn(starts[-1], 2 * group, 128, generator=generator, device="cuda")
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    q = torch.randn(starts[-1], 2 * group, 128, generator=generator, device=DEVICE)
     if q.shape[0] * group <= 128:
         close(*run(q, pages, scoring, starts=starts))
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize(
     "scoring",
@@ -98,45 +98,45 @@ def test_scoring(scoring: Scoring, group: int) -> None:
     close(*run(make_queries(pages, group), pages, scoring))
 
 
-@needs_gpu
+@on_gpu
 def test_ends_before_the_length() -> None:
     pages = make_pages(MINIFLOAT, 128, [500, 640], 2, 64)
-    ends = torch.tensor([130, 64], dtype=torch.int32, device="cuda")
+    ends = torch.tensor([130, 64], dtype=torch.int32, device=DEVICE)
     close(*run(make_queries(pages, 4), pages, ends=ends))
 
 
-@needs_gpu
+@on_gpu
 def test_sink_logits() -> None:
     pages = make_pages(MINIFLOAT, 128, [300, 0, 64], 2, 64)
-    sinks = torch.tensor([0.0, 3.0, -torch.inf, torch.inf, -2.0, 20.0, 1.0, 0.5], device="cuda")
+    sinks = torch.tensor([0.0, 3.0, -torch.inf, torch.inf, -2.0, 20.0, 1.0, 0.5], device=DEVICE)
     q = make_queries(pages, 4)
     fast, truth = run(q, pages, sinks=sinks)
     assert torch.allclose(fast.lse.double(), truth.lse, atol=2e-3)
     assert torch.allclose(fast.out.double(), truth.out, atol=2e-3)
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_first_tokens_uncompressed_and_key_scale(group: int, dim: int) -> None:
     """Raw first tokens scored by the way, and scaled queries, are what separate calls give."""
     lengths, first = [300, 2, 0, 65], 4
     pages = make_pages(CUBIC, dim, lengths, 2, 64)
-    offsets = torch.randn(2, 2, dim, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
+    offsets = torch.randn(2, 2, dim, generator=torch.Generator(DEVICE).manual_seed(3), device=DEVICE)
     pages = dataclasses.replace(pages, key_offset=offsets[0], value_offset=offsets[1])
     raw = Codec(dim, 16, dtype=torch.bfloat16)
     uncompressed = Pages(
-        Format(raw, raw), 4, torch.zeros(5, 2, Format(raw, raw).layout(4).bytes, dtype=torch.uint8, device="cuda"),
-        torch.tensor([[3], [0], [2], [4]], dtype=torch.int32, device="cuda"),
-        torch.tensor([min(n, first) for n in lengths], dtype=torch.int32, device="cuda"),
-        torch.zeros(1, dtype=torch.int32, device="cuda"),
+        Format(raw, raw), 4, torch.zeros(5, 2, Format(raw, raw).layout(4).bytes, dtype=torch.uint8, device=DEVICE),
+        torch.tensor([[3], [0], [2], [4]], dtype=torch.int32, device=DEVICE),
+        torch.tensor([min(n, first) for n in lengths], dtype=torch.int32, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
     uncompressed.data.view(torch.bfloat16).normal_()
     q, scoring = make_queries(pages, group, torch.bfloat16), Scoring(first=first)
-    key_scale = torch.rand(2, dim, device="cuda") + 0.5
+    key_scale = torch.rand(2, dim, device=DEVICE) + 0.5
     assert launch.serves_uncompressed(q, pages, uncompressed, scoring)
     starts = rows_of("starts", None, 4, 4, q.device)
-    sinks = torch.randn(2 * group, device="cuda")
+    sinks = torch.randn(2 * group, device=DEVICE)
     prepared = launch.prepare(q, pages, starts, pages.lengths, scoring, sinks, None, uncompressed, key_scale)
     got, again = prepared(q, None), prepared(q.clone(), None)
     assert torch.equal(got.out, again.out)

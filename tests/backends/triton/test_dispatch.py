@@ -14,12 +14,9 @@ from aurakv.backends.triton.common import target
 
 @pytest.fixture(autouse=True)
 def fresh():
-    functions = (dispatch.decode_path, dispatch.extend_path, dispatch.why_no_gluon_paths)
-    for function in functions:
-        function.cache_clear()
+    target.why_no_gluon.cache_clear()
     yield
-    for function in functions:
-        function.cache_clear()
+    target.why_no_gluon.cache_clear()
 
 
 @pytest.mark.parametrize("path", ["decode", "extend"])

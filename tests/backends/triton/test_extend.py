@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import aurakv as kv
-from aurakv import backends
 from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Attention, Rows
@@ -17,11 +16,10 @@ if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter knows no Gluon", allow_module_level=True)
 
 from aurakv.backends.triton.extend import launch as extend  # noqa: E402
+from tests.helpers.gpu import DEVICE, on_gpu, on_real_gpu  # noqa: E402
 
-on_gpu = pytest.mark.skipif(backends.why_not("triton", None, "cuda") is not None, reason="needs a GPU")
 
-
-def make_pages(name, dim, seqs, tokens, page_size, kv_heads=2, device="cuda", ring=False, pinned=0):
+def make_pages(name, dim, seqs, tokens, page_size, kv_heads=2, device=DEVICE, ring=False, pinned=0):
     page_size = page_size or tokens
     width, format, device = -(-tokens // page_size), Format.parse(name, dim), torch.device(device)
     order = torch.randperm(seqs * width, device=device, dtype=torch.int32)
@@ -38,7 +36,7 @@ def make_pages(name, dim, seqs, tokens, page_size, kv_heads=2, device="cuda", ri
 
 
 def starts_of(counts):
-    return torch.tensor([0, *counts], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return torch.tensor([0, *counts], device=DEVICE, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def check(name="k4v4", dim=128, lengths=(1000, 333), queries=(200, 100), page=128, group=4, scoring=None, splits=None,
@@ -46,14 +44,14 @@ def check(name="k4v4", dim=128, lengths=(1000, 333), queries=(200, 100), page=12
     """Append, attend, compare with the reference."""
     torch.manual_seed(0)
     pages = make_pages(name, dim, len(lengths), max(lengths), page)
-    k, v = torch.randn(2, sum(lengths), 2, dim, device="cuda", dtype=dtype)
-    v = v * torch.exp(torch.randn(sum(lengths), 2, 1, device="cuda")).to(dtype) * size
+    k, v = torch.randn(2, sum(lengths), 2, dim, device=DEVICE, dtype=dtype)
+    v = v * torch.exp(torch.randn(sum(lengths), 2, 1, device=DEVICE)).to(dtype) * size
     if damage is not None:
         v[damage, 0, 3] = torch.nan
     ops.append(pages, k, v, starts_of(lengths), backend="triton")
-    q = torch.randn(sum(queries), 2 * group, dim, device="cuda", dtype=dtype) * stretch
+    q = torch.randn(sum(queries), 2 * group, dim, device=DEVICE, dtype=dtype) * stretch
     scoring = scoring or Scoring()
-    logits = torch.randn(2 * group, device="cuda") if sinks else None
+    logits = torch.randn(2 * group, device=DEVICE) if sinks else None
     assert extend.why_not_call(q, pages, scoring, "fast") is None
     starts = starts_of(queries)
     part = kv.attend(q, pages, starts, scoring, sink_logits=logits, splits=splits, backend="triton")
@@ -128,10 +126,10 @@ def test_ring():
     pages = make_pages("k4v4", 128, 2, 7 * 64, 64, ring=True, pinned=1)
     scoring = Scoring(window=200, sinks=50)
     for count in (300, 150, 150):
-        x = torch.randn(2 * count, 2, 128, device="cuda")
+        x = torch.randn(2 * count, 2, 128, device=DEVICE)
         starts = starts_of((count, count))
         ops.append(pages, x, x.flip(0), starts, backend="triton")
-    q = torch.randn(300, 8, 128, device="cuda")
+    q = torch.randn(300, 8, 128, device=DEVICE)
     assert extend.why_not_call(q, pages, scoring, "fast") is None
     part = kv.attend(q, pages, starts, scoring, backend="triton")
     truth = reference.attend(q.double(), Attention(pages, Rows(starts), scoring))
@@ -139,13 +137,13 @@ def test_ring():
 
 
 @pytest.mark.gpu
-@on_gpu
+@on_real_gpu
 def test_several_streams():
     """Calls on two streams at a time give what each gives alone."""
     torch.manual_seed(0)
     pages, _ = check()
-    q = torch.randn(300, 8, 128, device="cuda")
-    one = torch.randn(2, 8, 128, device="cuda")
+    q = torch.randn(300, 8, 128, device=DEVICE)
+    one = torch.randn(2, 8, 128, device=DEVICE)
     starts = starts_of((200, 100))
     want, want_one = kv.attend(q, pages, starts, backend="triton"), kv.attend(one, pages, backend="triton")
     torch.cuda.synchronize()
@@ -160,14 +158,14 @@ def test_several_streams():
 
 
 @pytest.mark.gpu
-@on_gpu
+@on_real_gpu
 def test_graph_of_chunks():
     """A captured append and attend of a chunk, replayed while lengths grow on the device."""
     torch.manual_seed(0)
     pages = make_pages("k4v4", 128, 2, 2048, 64)
     starts = starts_of((40, 40))
-    k, v = torch.randn(2, 80, 2, 128, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(80, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 80, 2, 128, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(80, 8, 128, device=DEVICE, dtype=torch.bfloat16)
 
     def step():
         ops.append(pages, k, v, starts, backend="triton")

@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from aurakv.backends.triton.common.target import capability
+from tests.helpers.gpu import EMULATED
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
@@ -124,7 +128,10 @@ for name, dim, heads, ring, offset in (("k4v4", 64, 2, False, False), ("k8v3", 1
 
 
 def interpret(script: str, *arguments: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    """On the emulated GPU where there is one: what is compiled then, instead of what is interpreted."""
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(not EMULATED)), "CUDA_VISIBLE_DEVICES": ""}
+    if EMULATED:
+        script = f"from tests.helpers.ptx.driver import start\nstart({capability(torch.device('cpu'))})\n{script}"
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, timeout=900
     )

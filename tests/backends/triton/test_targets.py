@@ -27,6 +27,13 @@ CAPABILITIES = [80, 86, 89, 90, 100, 120]
 OWN = 1024  # bytes of shared memory that the system takes for a program
 KIBIBYTES = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # of a multiprocessor
 STACK = 96  # bytes that some kernels spill
+LLOYD_MAX, WIDE_SCALES = "k4:lloyd-max/v4:lloyd-max", "k4:f32/v4:f32"
+PIECES = [  # rows in pieces, tables of any levels, scales of float32
+    ("k4v2", 64), ("k2v2", 64), ("k3v3", 64), ("k5v5", 64), ("k6v6", 64), (LLOYD_MAX, 64), (WIDE_SCALES, 64),
+    ("k4v4", 80), ("k3v3", 80), ("k5v5", 80), ("k8v8", 80), ("k4v4", 96), ("k2v2", 96), ("k6v6", 96), ("k8v4", 96),
+    (LLOYD_MAX, 128), ("k3:lloyd-max/v3:lloyd-max", 128), (WIDE_SCALES, 128), (LLOYD_MAX, 256),
+    ("k4v4", 512), ("k3v3", 512), ("k5v5", 512), ("k8v4", 512), (LLOYD_MAX, 512),
+]  # fmt: skip
 FORMATS = ["k4v4", "k4/v4:minifloat", "k3v3", "k2v2", "k8v4", "k8v8", "k5v4", "k6v6", "k4v5"]
 
 
@@ -85,6 +92,19 @@ def check_decode(tmp_path, capability, name, dim=128, page_size=64, group=4):
 @pytest.mark.parametrize("capability", [80, 86, 120])
 def test_decode(tmp_path, capability):
     check_decode(tmp_path, capability, "k4v4")
+
+
+@pytest.mark.parametrize(("capability", "name", "dim"), [(80, "k4v4", 96), (90, "k3v3", 64), (80, WIDE_SCALES, 128)])
+def test_decode_of_pieces(tmp_path, capability, name, dim):
+    check_decode(tmp_path, capability, name, dim)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("name", "dim"), PIECES)
+@pytest.mark.parametrize("group", [4, 8])
+def test_every_piece(tmp_path, capability, name, dim, group):
+    check_decode(tmp_path, capability, name, dim, group=group)
 
 
 @pytest.mark.parametrize(("capability", "name"), [(80, "k3v3")])

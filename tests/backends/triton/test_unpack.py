@@ -10,15 +10,12 @@ import sys
 import pytest
 import torch
 
-from aurakv import backends
 from aurakv.format.codec import Format
+from tests.helpers.gpu import DEVICE, on_gpu
 from tests.helpers.unpacked import CASES, check
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-on_gpu = pytest.mark.skipif(
-    backends.why_not("triton", None, "cuda") is not None, reason=f"{backends.why_not('triton', None, 'cuda')}"
-)
 INTERPRETED = ("wide", "16-bit-keys")  # the others on a GPU only: they take long
 
 
@@ -36,7 +33,7 @@ def test_interpreted() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu(case: str, dtype: torch.dtype) -> None:
-    check(case, "cuda", dtype)
+    check(case, DEVICE, dtype)
 
 
 @needs_triton

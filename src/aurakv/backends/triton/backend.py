@@ -23,6 +23,7 @@ from ...attention.scoring import Scoring
 from ...attention.step import Attention, Rows, Run, Step, written
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
+from .common.target import device_type
 
 name = "triton"
 
@@ -54,9 +55,9 @@ def why_not(format: Format | None, device: torch.device) -> str | None:
         return width
     if _interpreted():
         return None if device.type == "cpu" else f"with TRITON_INTERPRET=1 tensors must be on the CPU, got {device}"
-    if device.type != "cuda":
+    if device.type != device_type():
         return f"it needs a CUDA device, got {device}"
-    return _why_not_cuda(device)
+    return _why_not_cuda(device) if device.type == "cuda" else None
 
 
 def path(device: torch.device) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.step import Attention
 from ...storage.pages import Pages
 from .common.codes import INTERPRETED
-from .common.target import why_no_gluon
+from .common.target import available, why_no_gluon
 from .portable import launch as portable
 
 
@@ -42,7 +40,6 @@ def attend(q: Tensor, attention: Attention) -> Partial:
     return portable.attend(q, *given, precision, workspace)
 
 
-@functools.cache
 def decode_path() -> Any:
     """The launcher of the decode kernel, or None where a process cannot have it."""
     if why_no_gluon_paths() is not None:
@@ -52,7 +49,6 @@ def decode_path() -> Any:
     return launch
 
 
-@functools.cache
 def extend_path() -> Any:
     """The launcher of the extend kernel, or None where a process cannot have it."""
     if why_no_gluon_paths() is not None:
@@ -62,11 +58,10 @@ def extend_path() -> Any:
     return launch
 
 
-@functools.cache
 def why_no_gluon_paths() -> str | None:
     """Why this process takes the portable kernel for every call; None: it need not."""
     if INTERPRETED.value:
         return "Triton's interpreter runs plain Triton only"
-    if not torch.cuda.is_available():
+    if not available():
         return "torch finds no CUDA device"
     return why_no_gluon()

@@ -19,7 +19,7 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
     over_uncompressed = step.over_uncompressed()
     appends = []
     if k is not None and v is not None and k.shape[0]:
-        appends.append(prepare_append(pages, k, v, rows, factors, step.counted))
+        appends.append(prepare_append(pages, k, v, rows, factors, step.counted, step.first_tokens))
         if uncompressed is not None and step.uncompressed_too:
             appends.append(prepare_append(uncompressed, k, v, rows, factors))
     decode = dispatch.decode_path()

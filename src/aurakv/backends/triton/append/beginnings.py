@@ -1,6 +1,6 @@
-"""Beginnings of sequences that an engine's blocks have no place for: which entry each has, and storing tokens there.
+"""Beginnings of sequences that an engine's blocks have no place for: which entry each has, and what lies there.
 
-`aurakv.vllm.beginnings` says what it is for, and has the same in Python for the CPU.
+`aurakv.vllm.beginnings` says what it is for, and has the same in Python for the CPU. Appends store the tokens.
 """
 
 # mypy: ignore-errors
@@ -93,27 +93,6 @@ def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_b
 
 
 @triton.jit
-def store_kernel(k, k_token, k_head, v, v_token, v_head, key_scale, starts, slots, held, before, data, piece, values,
-                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FIRST: tl.constexpr,
-                 COLUMNS: tl.constexpr):  # fmt: skip
-    """The first tokens of a sequence that are new, as they are but for the key scale: program (sequence, head)."""
-    seq, head = tl.program_id(0), tl.program_id(1)
-    old, count = tl.load(before + seq), tl.load(held + seq)
-    if old < count:
-        row = tl.load(starts + seq).to(tl.int64)
-        p_piece = data + (tl.load(slots + seq).to(tl.int64) * HEADS + head) * piece
-        d = tl.arange(0, COLUMNS)
-        for t in range(old, count):
-            at = row + t - old
-            key = tl.load(k + at * k_token + head * k_head + d, mask=d < KEY_DIM, other=0.0).to(tl.float32)
-            if key_scale is not None:
-                key = key * tl.load(key_scale + head * KEY_DIM + d, mask=d < KEY_DIM, other=1.0)
-            tl.store(p_piece + t * KEY_DIM + d, key.to(data.dtype.element_ty), mask=d < KEY_DIM)
-            value = tl.load(v + at * v_token + head * v_head + d, mask=d < VALUE_DIM, other=0.0)
-            tl.store(p_piece + values + t * VALUE_DIM + d, value.to(data.dtype.element_ty), mask=d < VALUE_DIM)
-
-
-@triton.jit
 def place_kernel(slots, held, data, piece, values, begins, key_starts, key_scale, key_offset, k, v, HEADS: tl.constexpr,
                  KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """First tokens to their places among unpacked ones [rows, HEADS, dim]: program (sequence, head). Keys there are not
@@ -147,16 +126,6 @@ def find(state: dict[str, Tensor], table: Tensor, lengths: Tensor, starts: Tenso
 
 
 NAMES = ("entry_of", "block_of", "tag", "used", "filled", "order", "pointer", "slots", "held", "before")
-
-
-def store(k: Tensor, v: Tensor, key_scale: Tensor | None, starts: Tensor, before: Tensor, entries: Pages) -> None:
-    """See `store_kernel`. entries: pages of 16-bit vectors whose table has the entry of each sequence."""
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    data, values, sizes = _vectors(entries)
-    on(store_kernel, (entries.seqs, entries.kv_heads))(
-        k, *k.stride()[:2], v, *v.stride()[:2], key_scale, starts, entries.table, entries.lengths, before, data,
-        data.shape[2], values, *sizes[:3], entries.page_size, sizes[3], num_warps=1,
-    )  # fmt: skip
 
 
 def place(entries: Pages, first: int, begins: Tensor, key_starts: Tensor, k: Tensor, v: Tensor,

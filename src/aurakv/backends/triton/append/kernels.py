@@ -6,6 +6,8 @@ slots.sequences_fit.
 Constexprs: K, V, WRITER (specialise.Writer), SIDE (specialise.Encoder); HEADS; ROWS vectors at a time; LONG and
 COUNTED see slots.enter_sequence; SEQS see slots.find_block; RING; OWN: each sequence has one token, of at most ROWS
 heads, and a program of its own.
+first: None, or where first tokens of sequences lie a second time (step.FirstTokens): vectors of 16 bits, the page of
+each sequence, how many it has after and before the append, the size of a piece, where values begin there.
 The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as slots.find_block has
 (LONG: of tokens, times HEADS).
 """
@@ -15,10 +17,12 @@ The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at le
 import triton
 import triton.language as tl
 
-from ..common.codes import INTERPRETED
+from ..common.codes import INTERPRETED, cast
 from ..common.slots import advance_lengths, enter_sequence, no_sequence, place_rows, place_token
-from .encode import encode_rows, table_cells, whole_matrix, whole_rows
+from .encode import changed, encode_rows, table_cells, whole_matrix, whole_rows
 from .encode_warp import append_alone
+
+FIRST_ROWS = tl.constexpr(8)  # first tokens times heads that are stored at a time
 
 # These vary from call to call: no kernel of its own when one of them is 1 or a multiple of 16.
 VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "blocks"]
@@ -76,6 +80,36 @@ def row_places(data, o_piece, i_row, page_bytes, codes, scales, BYTES: tl.conste
 
 
 @triton.jit
+def store_first(side, pool, first, i_seq, old, count, begin, HEADS: tl.constexpr, WRITER: tl.constexpr):
+    """First tokens old … count − 1 of a sequence, keys or values, which begin so far behind a piece's start."""
+    data, slots, _, _, size, _ = first
+    x, stride, change, _, _, _, _, _ = side
+    SIDE: tl.constexpr = WRITER.how
+    if old < count:
+        row = tl.load(pool[3] + i_seq)
+        slot = tl.load(slots + i_seq).to(tl.int64)
+        d = tl.arange(0, SIDE.columns)
+        for i in range(0, (count - old) * HEADS, FIRST_ROWS):
+            o_row = i + tl.arange(0, FIRST_ROWS)
+            i_head, i_token = o_row % HEADS, o_row // HEADS
+            m = (i_token < count - old)[:, None] & (d < SIDE.dim)[None, :]
+            p_row = x + (row + i_token).to(tl.int64) * stride[0] + i_head * stride[1]
+            vector = tl.load(p_row[:, None] + d[None, :] * stride[2], mask=m, other=0)
+            vector = changed(vector, (change[0], None), i_head * SIDE.dim, d, m)
+            p_entry = data + (slot * HEADS + i_head) * size + begin + (old + i_token) * SIDE.dim
+            tl.store(p_entry[:, None] + d[None, :], cast(vector, data.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def store_first_of_all(side, pool, first, begin, HEADS: tl.constexpr, WRITER: tl.constexpr):
+    """`store_first` of every so many-th sequence."""
+    if first[0] is not None:
+        for i_seq in range(tl.program_id(0), pool[5], tl.num_programs(0)):
+            old, count = tl.load(first[3] + i_seq), tl.load(first[2] + i_seq)
+            store_first(side, pool, first, i_seq, old, count, begin, HEADS, WRITER)
+
+
+@triton.jit
 def append_side(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
                 WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, COUNTED: tl.constexpr,
                 RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
@@ -103,7 +137,7 @@ def ask_for(side, WRITER: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr)
 
 
 @triton.jit
-def append_token(key, value, data, page_bytes, pool, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+def append_token(key, value, data, page_bytes, pool, first, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
                  K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr,
                  COUNTED: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The one token of this program's sequence; no other program needs its length.
@@ -111,6 +145,8 @@ def append_token(key, value, data, page_bytes, pool, K_BYTES: tl.constexpr, V_BY
     Everything is asked for before anything waits: memory is slow, and a page is known after two loads."""
     i_seq = tl.program_id(0)
     old = tl.load(pool[1] + i_seq) - COUNTED
+    if first[0] is not None:
+        held_before, held = tl.load(first[3] + i_seq), tl.load(first[2] + i_seq)
     p_key, b_keys, b_key_matrix, key_cells = ask_for(key, K, HEADS, ROWS)
     p_value, b_values, b_value_matrix, value_cells = ask_for(value, V, HEADS, ROWS)
     i_page, i_row, fits = place_token(pool, i_seq, old, RING)
@@ -129,6 +165,9 @@ def append_token(key, value, data, page_bytes, pool, K_BYTES: tl.constexpr, V_BY
         p_value, stride[2], change, i_head * V.how.dim, m_row, matrix, b_value_matrix, levels, bounds,
         value_cells, p_data, p_scale, V_DTYPE, V, b_values,
     )  # fmt: skip
+    if first[0] is not None:
+        store_first(key, pool, first, i_seq, held_before, held, 0, HEADS, K)
+        store_first(value, pool, first, i_seq, held_before, held, first[5], HEADS, V)
     if COUNTED:
         if (not fits) & (old >= 0):  # else the sequence pads the batch and has no token
             tl.atomic_or(pool[2], 1, sem="relaxed")
@@ -176,6 +215,12 @@ def append_kernel(
     value_codes,
     value_scales,
     blocks,
+    first_data,
+    first_slots,
+    first_held,
+    first_before,
+    first_size,
+    first_values,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -200,19 +245,23 @@ def append_kernel(
            key_scales)  # fmt: skip
     value = (v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, value_codes,
              value_scales)  # fmt: skip
+    first = (first_data, first_slots, first_held, first_before, first_size, first_values)
     if OWN:
         append_token(
-            key, value, data, page_bytes, pool, K_BYTES, V_BYTES, K_DTYPE, V_DTYPE, K, V, HEADS, COUNTED, RING, ROWS
-        )
+            key, value, data, page_bytes, pool, first, K_BYTES, V_BYTES, K_DTYPE, V_DTYPE, K, V, HEADS, COUNTED, RING,
+            ROWS,
+        )  # fmt: skip
     else:
         if tl.program_id(1) == 0:
             refused = append_side(
                 key, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, COUNTED, RING, SEQS, ROWS
             )
+            store_first_of_all(key, pool, first, 0, HEADS, K)
         else:
             refused = append_side(
                 value, data, page_bytes, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, COUNTED, RING, SEQS, ROWS
             )
+            store_first_of_all(value, pool, first, first_values, HEADS, V)
         if COUNTED:
             if refused:
                 tl.atomic_or(overflow, 1, sem="relaxed")

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ....attention.step import Rows
+from ....attention.step import FirstTokens, Rows
 from ....format.codec import Codec, Codes
 from ....storage.pages import Pages
 from ..common import specialise
@@ -67,22 +67,28 @@ def append(pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:
 
 
 def prepare_append(
-    pages: Pages, k: Tensor, v: Tensor, where: Rows, key_scale: Tensor | None = None, counted: bool = False
+    pages: Pages,
+    k: Tensor,
+    v: Tensor,
+    where: Rows,
+    key_scale: Tensor | None = None,
+    counted: bool = False,
+    first_tokens: FirstTokens | None = None,
 ) -> Launch:
     """`append` of tensors like k and v, which it takes by name.
 
-    key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous. counted: see `Step`."""
+    key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous. counted, first_tokens: see `Step`."""
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
     changed = key_scale is not None or pages.key_offset is not None, pages.value_offset is not None
     sides = (key, k.dtype, changed[0]), (value, v.dtype, changed[1])
     fits = specialise.fit_of(pages.key_fit), specialise.fit_of(pages.value_fit)
     n = tokens * pages.kv_heads
-    sequences = _sequences(pages, where, counted)
+    sequences, first = _sequences(pages, where, counted), _first(first_tokens)
     if "weights" in fits:
         few = FEW_ROWS, blocks(tokens, pages.seqs, pages.kv_heads, FEW_ROWS)
         count = blocks(tokens, pages.seqs, 1, VECTORS.value) * pages.kv_heads
         place = _place(pages, where, tokens)
-        return fit_launch.prepare_append(pages, k, v, key_scale, place, sequences, counted, few, count)
+        return fit_launch.prepare_append(pages, k, v, key_scale, place, first, sequences, counted, few, count)
     k_how, v_how = (specialise.writer(*side, fit=fit) for side, fit in zip(sides, fits, strict=True))
     rows = _rows(n, k_how, v_how)
     long = n > MANY_VECTORS and tokens >= rows * pages.seqs and pages.page_size >= FEW_ROWS
@@ -125,6 +131,7 @@ def prepare_append(
         v_bounds,
         *_place(pages, where, tokens),
         count,
+        *first,
         pages.kv_heads,
         k_how,
         v_how,
@@ -188,6 +195,16 @@ def _place(pages: Pages, rows: Rows, tokens: int) -> tuple[Any, ...]:
         layout.value_codes,
         layout.value_scales,
     )
+
+
+def _first(tokens: FirstTokens | None) -> tuple[Any, ...]:
+    """What the kernels take as `first`."""
+    if tokens is None:
+        return (None,) * 6
+    pages = tokens.pages
+    data = pages.data.view(pages.format.key.dtype)
+    values = pages.format.layout(pages.page_size).value_codes // data.element_size()
+    return data, pages.table, pages.lengths, tokens.before, data.shape[2], values
 
 
 def _sequences(pages: Pages, rows: Rows, counted: bool = False) -> tuple[int, int, int]:

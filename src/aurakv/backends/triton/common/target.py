@@ -23,15 +23,38 @@ class Target(NamedTuple):
     shared: int  # bytes of shared memory of a multiprocessor
 
 
-_assumed: tuple[int, int] | None = None
+class Assumed(NamedTuple):
+    """A GPU that is not asked."""
+
+    capability: tuple[int, int]
+    device_type: str  # of its tensors
+    multiprocessors: int | None  # None: those of the GPU that is there
 
 
-def assume(capability: tuple[int, int] | None) -> None:
+_assumed: Assumed | None = None
+
+
+def assume(capability: tuple[int, int] | None, device_type: str = "cuda", multiprocessors: int | None = None) -> None:
     """Choose and cut kernels as for a GPU of this compute capability, None: as for the one that is there.
 
-    For tests and benchmarks: a newer GPU runs what an older one would."""
+    For tests and benchmarks: a newer GPU runs what an older one would. With another type of device, whoever assumes has
+    given Triton a driver that runs kernels on its tensors."""
     global _assumed
-    _assumed = capability
+    _assumed = None if capability is None else Assumed(capability, device_type, multiprocessors)
+
+
+def device_type() -> str:
+    """Of tensors that kernels run on."""
+    return "cuda" if _assumed is None else _assumed.device_type
+
+
+def available() -> bool:
+    return device_type() != "cuda" or _cuda_available()
+
+
+@functools.cache
+def _cuda_available() -> bool:
+    return torch.cuda.is_available()
 
 
 def parsed(capability: str) -> tuple[int, int]:
@@ -40,6 +63,7 @@ def parsed(capability: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@functools.cache
 def why_no_gluon() -> str | None:
     """The decode and extend kernels are written in Gluon, which older Tritons lack."""
     if importlib.util.find_spec("triton.experimental") and importlib.util.find_spec("triton.experimental.gluon"):
@@ -47,13 +71,18 @@ def why_no_gluon() -> str | None:
     return "this Triton has no Gluon (it comes with Triton 3.6)"
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
+    known = None if _assumed is None else _assumed.multiprocessors
+    return _multiprocessors(device) if known is None else known
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    return _capability(device) if _assumed is None else _assumed
+    return _capability(device) if _assumed is None else _assumed.capability
 
 
 @functools.cache

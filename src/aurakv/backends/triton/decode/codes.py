@@ -156,7 +156,7 @@ def _value_minifloat() -> str:
     return "\n".join([*lines, "}"])
 
 
-_CENTRE = (".reg .b32 x, magic, unit, middle;", "mov.b32 magic, 0x64006400;")  # 1024, a code under it
+CENTRE = (".reg .b32 x, magic, unit, middle;", "mov.b32 magic, 0x64006400;")  # 1024, a code under it
 
 
 def _centred(word: str, at: int, bits: int) -> list[str]:
@@ -172,19 +172,23 @@ def _centred(word: str, at: int, bits: int) -> list[str]:
     ]
 
 
-def _odd_cubics(places: Sequence[tuple[str, int]], bits: int, r: str) -> list[str]:
-    """$0 …: x·(x² + r) of the codes at these places."""
-    lines = [*_CENTRE, ".reg .b32 y;"]
-    for i, (word, at) in enumerate(places):
+def odd_cubics(places: Sequence[tuple[str, int]], bits: int, r: str, first: int = 0) -> list[str]:
+    """$first …: x·(x² + r) of the codes at these places, in registers of CENTRE and y."""
+    lines = []
+    for i, (word, at) in enumerate(places, first):
         lines += [*_centred(word, at, bits), f"fma.rn.f16x2 y, x, x, {r};", f"mul.rn.f16x2 ${i}, x, y;"]
     return lines
 
 
 def _value_cubic() -> str:
     """$0-$3: levels of codes 0-3 over their step. $4: two units. $5: r in both halves."""
-    places = (("low", 1), ("$4", 4), ("high", 1), ("high", 5))
-    lines = ["{", ".reg .b32 low, high;", "shl.b32 low, $4, 1;", "shr.u32 high, $4, 7;"]
-    return "\n".join([*lines, *_odd_cubics(places, 4, "$5"), "}"])
+    return "\n".join(["{", *CENTRE, ".reg .b32 y, low, high;", *four_cubics("$4", 4, "$5"), "}"])
+
+
+def four_cubics(word: str, bits: int, r: str, first: int = 0) -> list[str]:
+    """The same of the four nibbles of both halves of a word."""
+    places = (("low", 1), (word, 4), ("high", 1), ("high", 5))
+    return [f"shl.b32 low, {word}, 1;", f"shr.u32 high, {word}, 7;", *odd_cubics(places, bits, r, first)]
 
 
 _VALUE_MINIFLOAT = gl.constexpr(_value_minifloat())
@@ -220,18 +224,26 @@ def _key3() -> str:
     return "\n".join([*lines, "}"])
 
 
-def _units(bits: int, turned: bool) -> list[str]:
-    """p0 …: units 0 … of the words w0 … of 32 codes (lower halves), and those `bits` further on. If turned, units
-    bits·g … of tokens 2c and 2c + 1. q0 …: the units that begin in the middle of p0 …."""
-    names = [f"p{i}" for i in range(bits)] + [f"q{i}" for i in range(bits - 1)]
+def units(bits: int, turned: bool, codes: int = 32, word: str = "w") -> list[str]:
+    """p0 …: units 0 … of the first half of a lane's codes in words w0 … (lower halves), and those of the second half.
+    If turned, lane g has the g-th half of codes of tokens 2c and 2c + 1. q0 …: what begins in the middle of p0 …."""
+    half = codes * bits // 2  # bits
+    count = -(-half // 16)
+    names = [f"p{i}" for i in range(count)] + [f"q{i}" for i in range(count - 1)]
     lines = [f".reg .b32 t, {', '.join(names)};"]
-    for i in range(bits):
-        j = i + bits
-        picks = (0x7600 if j % 2 else 0x5400) | (0x32 if i % 2 else 0x10)
-        lines.append(f"prmt.b32 {'t' if turned else f'p{i}'}, w{i // 2}, w{j // 2}, {picks};")
+    if half % 16:  # the second half begins inside a unit
+        first, last = half // 32, (codes * bits - 1) // 32
+        for i in range(-(-count // 2)):
+            low, high = min(first + i, last), min(first + i + 1, last)
+            lines += [f".reg .b32 u{i};", f"shf.r.wrap.b32 u{i}, {word}{low}, {word}{high}, {half % 32};"]
+    for i in range(count):
+        j = i + half // 16
+        second = f"u{i // 2}" if half % 16 else f"{word}{j // 2}"
+        picks = (0x7600 if (i if half % 16 else j) % 2 else 0x5400) | (0x32 if i % 2 else 0x10)
+        lines.append(f"prmt.b32 {'t' if turned else f'p{i}'}, {word}{i // 2}, {second}, {picks};")
         if turned:  # columns 2c and 2c + 1 of an 8×8 matrix become rows
             lines.append(f"movmatrix.sync.aligned.m8n8.trans.b16 p{i}, t;")
-    return [*lines, *(f"prmt.b32 q{i}, p{i}, p{i + 1}, 0x6341;" for i in range(bits - 1))]
+    return [*lines, *(f"prmt.b32 q{i}, p{i}, p{i + 1}, 0x6341;" for i in range(count - 1))]
 
 
 def _poly7_of_rows(bits: int, turned: bool) -> str:
@@ -239,12 +251,15 @@ def _poly7_of_rows(bits: int, turned: bool) -> str:
     return "\n".join(["{", *_words(bits, "$16"), *row_levels(bits, turned, "$18", "$20", "$22"), "}"])
 
 
-def row_levels(bits: int, turned: bool, b: str, c: str, d: str) -> list[str]:
-    """$0-$15: levels over their step of codes i of the words w0 … in the lower halves and i + 16 in the upper ones; if
-    turned, of codes i of tokens 2c and 2c + 1."""
-    lines = [*_units(bits, turned), *_CENTRE, ".reg .b32 s, u;"]
-    starts = {f"p{i}": 16 * i for i in range(bits)} | {f"q{i}": 16 * i + 8 for i in range(bits - 1)}
-    for i in range(16):
+def row_levels(bits: int, turned: bool, b: str, c: str, d: str, codes: int = 32) -> list[str]:
+    """$0 …: levels over their step of codes i of a lane's words w0 … in the lower halves and i + codes / 2 in the upper
+    ones; if turned, of codes i of tokens 2c and 2c + 1."""
+    lines = [*units(bits, turned, codes), *CENTRE, ".reg .b32 s, u;"]
+    count = -(-codes * bits // 32)
+    starts = {f"p{i}": 16 * i for i in range(count)}
+    if bits < 8:
+        starts |= {f"q{i}": 16 * i + 8 for i in range(count - 1)}
+    for i in range(codes // 2):
         found = {word: bits * i - start for word, start in starts.items() if 0 <= bits * i - start <= 16 - bits}
         word, at = min(found.items(), key=lambda place: (not 1 <= place[1] <= 10 - bits, place[1]))
         if at < 1:
@@ -260,17 +275,17 @@ def row_levels(bits: int, turned: bool, b: str, c: str, d: str) -> list[str]:
 def _value_cubic3() -> str:
     """$0-$15: levels of codes 0-15 of the 48 bits that are lane g's, over their step. $16: the lane's address.
     $18: r in both halves."""
-    lines = ["{", *_words(3, "$16"), *_units(3, True), ".reg .b32 r0, r1, r2;"]
+    lines = ["{", *_words(3, "$16"), *units(3, True), ".reg .b32 r0, r1, r2;"]
     lines += ["shl.b32 r0, p0, 1;", "shr.u32 r1, p1, 1;", "shr.u32 r2, p2, 9;"]
     places = (("r0", 1), ("r0", 4), ("r0", 7), ("q0", 1), ("q0", 4), ("q0", 7), ("p1", 2), ("p1", 5), ("r1", 7),
               ("q1", 3), ("q1", 6), ("p2", 1), ("p2", 4), ("p2", 7), ("r2", 1), ("r2", 4))  # fmt: skip
-    return "\n".join([*lines, *_odd_cubics(places, 3, "$18"), "}"])
+    return "\n".join([*lines, *CENTRE, ".reg .b32 y;", *odd_cubics(places, 3, "$18"), "}"])
 
 
 def _value_minifloat3() -> str:
     """$0-$15: f(code) of codes 0-15 of lane g's 48 bits, the code at bits 9-11 of each half. $16 as above."""
     mask, tail = 0x0E000E00, MINIFLOAT_TAIL[3] << 16 | MINIFLOAT_TAIL[3]
-    lines = ["{", *_words(3, "$16"), *_units(3, True)]
+    lines = ["{", *_words(3, "$16"), *units(3, True)]
     starts = {"p0": 0, "p1": 16, "p2": 32, "q0": 8, "q1": 24}  # of the 48 bits
     for i in range(16):
         left = {word: 9 - (3 * i - start) for word, start in starts.items() if 0 <= 3 * i - start <= 13}

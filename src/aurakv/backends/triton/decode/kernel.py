@@ -11,15 +11,17 @@ In:  keys, values: descriptors [pages · kv_heads, 1, lines of 128 bytes, 64] in
      bulk copies from `codes` int16, pieces of piece_size · 8 with the codes of the sides at
      keys_at · 8 and values_at · 8; scales: descriptor [pages · kv_heads, key or value, page_size] float16; q
      [tokens, heads, DIM], strided, divided by key_scale float32 [kv_heads, DIM] if KEY_SCALE; signs float32 [DIM]:
-     key signs / √DIM; constants int32 [9, 32]: 4 rows for keys, 4 for values (levels), lanes of even columns;
+     key signs / √DIM, behind them the matrix of `rotated`; constants int32 [17, 32]: 4 rows for keys, 4 for values
+     (levels), lanes of even columns, 4 more rows each for tables of any levels;
      offset float32 [kv_heads, DIM] if OFFSET, which soft caps need; starts [seqs + 1] if SEVERAL.
 Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Piece 2p: program p began inside the
      job; 2p + 1: it began the job and did not end it; 2·programs + job: all of the job. If ALONE, program and piece p
      are job p, and the program does what `merge_pieces` would, with its arguments.
 Constexprs: ROWS of a job: GROUP, or 8 or 16 if SEVERAL (blocks or queries). KEY_LEVELS, VALUE_LEVELS: kinds of
-     levels; CLIP, WINDOW, SINKS see schedule; SEQS a power of two from seqs on; WHOLE: pages are whole tiles,
-     2: one, of two flat sides; EARLY: the merge is launched to overlap the end; PAGES of a tile, if they are smaller.
-The launcher guarantees: ROWS ≤ 16, DIM in (64, 128, 256), tiles of whole pages, pages of whole tiles or one page a
+     levels; KEY_SCALES, VALUE_SCALES: bytes of a scale; CLIP, WINDOW, SINKS see schedule; SEQS a power of two from seqs
+     on; WHOLE: pages are whole tiles, 2: one, of two flat sides; EARLY: the merge is launched to overlap the end; PAGES
+     of a tile, if they are smaller; THRESHOLD: values of a tile whose weights are all below 2^least are not decoded.
+The launcher guarantees: ROWS ≤ 16, DIM in `shapes.DIMS`, tiles of whole pages, pages of whole tiles or one page a
 sequence; BULK, PAGES is 1. The name of the kernel and its first three parameters, None if not BULK, are known to
 `tile_ring`.
 """
@@ -33,12 +35,14 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..common.gluon_names import meet
-from .keys import both_parts, load_plane, query_planes, raw_scores, split_query
+from . import levels
+from .keys import both_parts, load_plane, place_query, query_planes, raw_scores, split_query
 from .lane_copies import end_group, wait_for_groups
 from .layouts import key_half_layout, key_layout, weight_layout
 from .merge import merge_pieces
-from .primitives import by_half, finite, hadamard, lane_constant, prefetch
-from .reads import octet_slice, read_scales
+from .piece_queries import load_coordinates, natural, query_bytes
+from .primitives import by_half, finite, lane_constant, prefetch, rotated
+from .reads import octet_slice, read_scales, read_wide_scales
 from .schedule import (
     add,
     advance,
@@ -56,11 +60,13 @@ from .schedule import (
     span_of,
     split_pieces,
 )
-from .tile_ring import flat, make_slot, open_ring, places, prefetch_descriptors, wait_for
-from .values import add_values, coordinates, empty_sums, output, scaled_weights, times
+from .shapes import flat, in_pieces, padded
+from .tile_ring import after_tiles, make_slot, open_ring, places, prefetch_descriptors, wait_for
+from .values import add_values, empty_sums, output, parts_of, scaled_weights, store_part, times
 
 LIMIT = gl.constexpr(8192.0)  # sums are rescaled when a weight or a weight times its value scale exceeds this
 LOG2E = gl.constexpr(1.4426950408889634)
+TABLE = gl.constexpr(levels.TABLE)
 
 
 @gluon.jit
@@ -70,9 +76,10 @@ def load_query(
 ):  # fmt: skip
     """The queries of a job [HEADS, DIM] and what they are multiplied with; called well before `rotate_query`."""
     GROUP: gl.constexpr = SCAN.group
-    layout: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [1, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, padded(DIM) // 32], [1, 32], [1, 1], [1, 0])
     h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    d = natural(gl.arange(0, padded(DIM), layout=gl.SliceLayout(0, layout)), DIM)
+    m_d = (d < DIM) if padded(DIM) > DIM else (d >= 0)
     if SCAN.several:
         kv_head = job // gl.maximum(blocks, 1)  # a program without tiles may look at a sequence without queries
         row = (job - kv_head * blocks) * SCAN.rows + h
@@ -82,22 +89,22 @@ def load_query(
         kv_head = job
         at = begin * q_stride + (job * GROUP + h) * DIM
         m_row = h < GROUP
-    x = gl.load(q + at[:, None] + d[None, :], mask=m_row[:, None] & (d >= 0)[None, :], other=0.0)
-    query = (x, gl.load(signs + d))
+    x = gl.load(q + at[:, None] + d[None, :], mask=m_row[:, None] & m_d[None, :], other=0.0)
+    query = (x, load_coordinates(signs, d, m_d, 0.0, DIM))
     if KEY_SCALE:
-        query = query + (gl.load(key_scale + kv_head * DIM + d),)  # noqa: RUF005
+        query = query + (load_coordinates(key_scale + kv_head * DIM, d, m_d, 1.0, DIM),)  # noqa: RUF005
     if OFFSET:
-        query = query + (gl.load(offset + kv_head * DIM + d),)  # noqa: RUF005
+        query = query + (load_coordinates(offset + kv_head * DIM, d, m_d, 0.0, DIM),)  # noqa: RUF005
     return query
 
 
 @gluon.jit
-def rotate_query(query, OFFSET: gl.constexpr, KEY_SCALE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
-    """The rotated queries [HEADS, DIM] and their products with the key offset."""
+def rotate_query(query, signs, OFFSET: gl.constexpr, KEY_SCALE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """The rotated queries [HEADS, padded DIM] and their products with the key offset."""
     x = query[0].to(gl.float32)
     if KEY_SCALE:
         x = x / query[2][None, :]
-    y = hadamard(x * query[1][None, :], HEADS, DIM)
+    y = rotated(x * query[1][None, :], signs + DIM, HEADS, DIM)
     if OFFSET:
         bias = gl.sum(x * query[2 + KEY_SCALE][None, :], 1)
     else:
@@ -120,15 +127,17 @@ def decode_attention(
     out, lse_out, sink_logits, value_signs, value_offset, u_data, u_table, u_lengths, u_size, u_keys,
     u_values, seqs, tokens, kv_heads, width, pinned, page_tiles, first, recent, window, sinks, cap,
     score_scale, bias_scale, value_scale, value_shift, q_stride, programs, piece_size, page_size, keys_at, values_at,
+    least,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
     KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr, CLIP: gl.constexpr,
     WINDOW: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr, OFFSET: gl.constexpr, SEVERAL: gl.constexpr,
     STAGES: gl.constexpr, WHOLE: gl.constexpr, KEY_SCALE: gl.constexpr, ALONE: gl.constexpr, LOGITS: gl.constexpr,
     KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, UNCOMPRESSED: gl.constexpr, BULK: gl.constexpr,
-    EARLY: gl.constexpr, PAGES: gl.constexpr,
+    EARLY: gl.constexpr, PAGES: gl.constexpr, KEY_SCALES: gl.constexpr, VALUE_SCALES: gl.constexpr,
+    THRESHOLD: gl.constexpr,
 ):  # fmt: skip
     KU: gl.constexpr = DIM * KEY_BITS // 16
-    PLANES: gl.constexpr = query_planes(KEY_BITS, DIM)
+    IN_PIECES: gl.constexpr = in_pieces(KEY_BITS, DIM)
     HEADS: gl.constexpr = 4 if ROWS <= 4 else 8 if ROWS <= 8 else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     A2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
@@ -138,15 +147,17 @@ def decode_attention(
     scan = (first, recent, window, sinks)
     where = (starts, tokens, ends, lengths)
 
-    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, DIM, TILE, WHOLE == 2)
-    ring = open_ring(SLOT, STAGES, BULK)
+    SLOT: gl.constexpr = make_slot(KEY_BITS, VALUE_BITS, DIM, TILE, WHOLE == 2, KEY_SCALES, VALUE_SCALES)
+    ring = open_ring(SLOT, STAGES, BULK, query_bytes(DIM, KEY_BITS, HEADS) if IN_PIECES else 0, WHOLE == 0)
     rows = (codes, piece_size, page_size, keys_at, values_at)
-    QUERY: gl.constexpr = gl.float16 if KEY_BITS > 4 else gl.int8
-    PHASES: gl.constexpr = min(8, DIM // PLANES // 8) if KEY_BITS > 4 else 8
-    s_query = gl.allocate_shared_memory(
-        QUERY, [PLANES * 2 * HEADS, DIM // PLANES],
-        gl.SwizzledSharedLayout(8 if KEY_BITS > 4 else 4, 1, PHASES, [1, 0]),
-    )  # fmt: skip
+    if not IN_PIECES:
+        PLANES: gl.constexpr = query_planes(KEY_BITS, DIM)
+        QUERY: gl.constexpr = gl.float16 if KEY_BITS > 4 else gl.int8
+        PHASES: gl.constexpr = min(8, DIM // PLANES // 8) if KEY_BITS > 4 else 8
+        s_query = gl.allocate_shared_memory(
+            QUERY, [PLANES * 2 * HEADS, DIM // PLANES],
+            gl.SwizzledSharedLayout(8 if KEY_BITS > 4 else 4, 1, PHASES, [1, 0]),
+        )  # fmt: skip
     # this program's tiles
     pid = gl.program_id(0)
     if EARLY:
@@ -156,17 +167,17 @@ def decode_attention(
     line = pid * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     prefetch(table + line * 32, line * 32 < seqs * width)
     prefetch(q + line * 64, line * 64 < tokens * kv_heads * (GROUP * DIM))
-    if KEY_BITS == 8:
+    if flat(KEY_BITS, DIM):
+        KEYS: gl.constexpr = octet_slice(TILE, 2 if KEY_BITS > 4 else 8, 3)
+    elif KEY_BITS == 8:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_half_layout(TILE, KU))
-    elif flat(KEY_BITS):
-        KEYS: gl.constexpr = octet_slice(TILE, 8 if KEY_BITS == 3 else 2, 3)
     else:
         KEYS: gl.constexpr = gl.SliceLayout(0, key_layout(TILE, KU))
     key0 = lane_constant(constants, 0, KEYS)[None, :]
     key1 = lane_constant(constants, 1, KEYS)[None, :]
     key2 = lane_constant(constants, 2, KEYS)[None, :]
     key3 = lane_constant(constants, 3, KEYS)[None, :]
-    if flat(VALUE_BITS):
+    if flat(VALUE_BITS, DIM):
         VALUES: gl.constexpr = octet_slice(TILE, 2, 3)
     else:
         VALUES: gl.constexpr = gl.SliceLayout(0, B2 if VALUE_BITS == 2 else A2)
@@ -180,6 +191,12 @@ def decode_attention(
     even = even[None, None, None, None, :]
     key_constants = (key0, key1, key2, key3)
     value_constants = (value0, value1, value2, value3)
+    if KEY_LEVELS == TABLE:
+        for i in gl.static_range(4):
+            key_constants = key_constants + (lane_constant(constants, 9 + i, KEYS)[None, :],)  # noqa: RUF005
+    if VALUE_LEVELS == TABLE:
+        for i in gl.static_range(4):
+            value_constants = value_constants + (lane_constant(constants, 13 + i, VALUES)[None, :],)  # noqa: RUF005
 
     o_seq = gl.arange(0, SEQS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     b_seq = gl.minimum(o_seq, seqs - 1)
@@ -217,7 +234,8 @@ def decode_attention(
     )  # before the copies, behind which it would wait
     for i in range(gl.minimum(STAGES, left)):
         found = look_up(cursor, table, width, pinned, SCAN)
-        fetch(cursor, found, i, rows, ring, kv_heads, SLOT, STAGES, WHOLE, BULK, KEY_BITS, VALUE_BITS, DIM, SCAN)
+        fetch(cursor, found, i, rows, ring, kv_heads, SLOT, STAGES, WHOLE, BULK, KEY_BITS, VALUE_BITS, KEY_SCALES,
+              VALUE_SCALES, DIM, SCAN)  # fmt: skip
         cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
         if not BULK:
             end_group()
@@ -240,23 +258,31 @@ def decode_attention(
     TOKEN: gl.constexpr = gl.SliceLayout(H_AXIS, SCORES)
     token = gl.arange(0, TILE, layout=TOKEN)
     o_head = gl.arange(0, HEADS, layout=HEAD)
-    SCALE: gl.constexpr = gl.SliceLayout(1, WEIGHTS) if HEADS == 4 else TOKEN
-    SCALE_SHAPE: gl.constexpr = [TILE // 16, 2, 4, 2] if HEADS == 4 else [TILE]
+    FOURS: gl.constexpr = HEADS == 4 and VALUE_SCALES == 2
+    SCALE: gl.constexpr = gl.SliceLayout(1, WEIGHTS) if FOURS else TOKEN
+    SCALE_SHAPE: gl.constexpr = [TILE // 16, 2, 4, 2] if FOURS else [TILE]
+    # bounds of the exponent of value scales: weights times scales are float16, and weights beside float16 scales
+    LEAST: gl.constexpr = -9 if VALUE_SCALES == 2 else -90
+    MOST: gl.constexpr = 10 if VALUE_SCALES == 2 else 90
 
     while left > 0:
         n = gl.minimum(span[1] - tile, left)
-        y, bias = rotate_query(query, OFFSET, KEY_SCALE, HEADS, DIM)
-        parts, step = split_query(y, score_scale, KEY_BITS, HEADS, DIM)
-        s_query.store(parts)
-        queries = ()
-        for i in gl.static_range(PLANES):
-            queries = queries + (load_plane(s_query, i, KEY_BITS, HEADS, mma),)  # noqa: RUF005
-        sums = empty_sums(VALUE_BITS, DIM, HEADS, mma)
+        y, bias = rotate_query(query, signs, OFFSET, KEY_SCALE, HEADS, DIM)
+        if IN_PIECES:
+            queries = ring + after_tiles(SLOT.box + SLOT.rest, STAGES)
+            step = place_query(y, score_scale, queries, KEY_BITS, HEADS, DIM)
+        else:
+            parts, step = split_query(y, score_scale, KEY_BITS, HEADS, DIM)
+            s_query.store(parts)
+            queries = ()
+            for i in gl.static_range(PLANES):
+                queries = queries + (load_plane(s_query, i, KEY_BITS, HEADS, mma),)  # noqa: RUF005
+        sums = empty_sums(VALUE_BITS, VALUE_LEVELS, DIM, HEADS, mma)
         total_weight = gl.zeros([max(8, HEADS), 4], gl.float32, SUMS)
         step = gl.convert_layout(step, HEAD)
         bias = gl.convert_layout(bias * bias_scale, HEAD)
         reference = gl.full([HEADS], -1e30, gl.float32, HEAD)
-        room = gl.full([HEADS], -9.0, gl.float32, HEAD)  # log2 of the value scales' reference, the same for all heads
+        room = gl.full([HEADS], LEAST, gl.float32, HEAD)  # log2 of the value scales' reference, the same for all heads
         # what the rows see: each its own keys, whole tiles between the largest first and the smallest last of them
         length, end = gl.load(lengths + seq), gl.load(ends + seq)
         here = scan_in(scan, seq, SCAN)
@@ -271,12 +297,18 @@ def decode_attention(
                 wait_for(bar, phase)
             else:
                 wait_for_groups(STAGES - 1)
-            keys_in = rest if flat(KEY_BITS) else box
-            values_in = (rest if flat(VALUE_BITS) else box) + SLOT.values
-            score = raw_scores(keys_in, queries, key_constants, KEY_BITS, KEY_LEVELS, TILE, KU, HEADS, mma)
-            token_scale = read_scales(rest + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
-            b_scale = read_scales(rest + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
-            token_scale = finite(token_scale)
+            keys_in = rest if flat(KEY_BITS, DIM) else box
+            values_in = (rest if flat(VALUE_BITS, DIM) else box) + SLOT.values
+            score = raw_scores(keys_in, queries, key_constants, KEY_BITS, KEY_LEVELS, TILE, DIM, HEADS, mma)
+            if KEY_SCALES == 2:
+                token_scale = read_scales(rest + SLOT.key_scales, [TILE], TOKEN, TILE, HEADS, HEADS == 4)
+            else:
+                token_scale = read_wide_scales(rest + SLOT.key_scales, TOKEN, TILE, HEADS)
+            if VALUE_SCALES == 2:
+                b_scale = read_scales(rest + SLOT.value_scales, SCALE_SHAPE, SCALE, TILE, HEADS, False)
+            else:
+                b_scale = read_wide_scales(rest + SLOT.value_scales, TOKEN, TILE, HEADS)
+            token_scale = finite(token_scale) if KEY_SCALES == 2 else token_scale + 0.0 * token_scale
             each_step = gl.expand_dims(token_scale, H_AXIS) * gl.expand_dims(step, 1 - H_AXIS)
             if SOFTCAP:
                 score = capped(score * each_step + gl.expand_dims(bias, 1 - H_AXIS), cap, SOFTCAP)
@@ -297,14 +329,14 @@ def decode_attention(
                 d = gl.where(visible, d, -float("inf"))
                 b_scale = gl.where(some, b_scale, 0.0)  # what was never written may be NaN
             p = gl.exp2(d)
-            w, top = scaled_weights(p, b_scale, HEADS, WEIGHTS, SEVERAL)
+            w, top = scaled_weights(p, b_scale, HEADS, WEIGHTS, SEVERAL, VALUE_SCALES == 4)
             if gl.max((top > LIMIT).to(gl.int32), 0) | (i == 0).to(gl.int32):
-                if HEADS == 4:
+                if FOURS:
                     widest = gl.max(gl.max(gl.max(gl.max(gl.abs(b_scale), 3), 2), 1), 0).to(gl.float32)
                 else:
                     widest = gl.max(gl.abs(b_scale), 0).to(gl.float32)
                 exponent = (widest.to(gl.int32, bitcast=True) >> 23) - 126
-                new_room = gl.maximum(room, gl.minimum(exponent, 10).to(gl.float32))
+                new_room = gl.maximum(room, gl.minimum(exponent, MOST).to(gl.float32))
                 x = gl.where(d == -float("inf"), d, score * each_step)  # hidden keys stay hidden
                 new = gl.maximum(reference - room, gl.max(x, 1 - H_AXIS)) + new_room
                 factor = gl.exp2(reference - new)
@@ -312,7 +344,7 @@ def decode_attention(
                 reference = new
                 room = new_room
                 p = gl.exp2(d)
-                w, top = scaled_weights(p, b_scale, HEADS, WEIGHTS, SEVERAL)
+                w, top = scaled_weights(p, b_scale, HEADS, WEIGHTS, SEVERAL, VALUE_SCALES == 4)
                 row = gl.convert_layout(factor, gl.SliceLayout(1 - H_AXIS, SUMS))
                 total_weight = total_weight * gl.expand_dims(row, 1 - H_AXIS)
                 columns = gl.join(factor, factor).reshape([8]) if HEADS == 4 else factor
@@ -325,11 +357,16 @@ def decode_attention(
                 total_weight += gl.sum(gl.sum(p.reshape([HEADS, TILE // 8, 4, 2]), 3), 1)
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
-            sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, VALUE_LEVELS, mma)
+            if THRESHOLD:  # some weight of 1, or 2^-room here, was seen: that is the least of their sum
+                small = d < gl.expand_dims(least - room, 1 - H_AXIS)  # not of NaN
+                if gl.min(gl.min(small.to(gl.int32), 1), 0) == 0:
+                    sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, VALUE_LEVELS, DIM, mma)
+            else:
+                sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, VALUE_LEVELS, DIM, mma)
             if cursor[0] > 0:
                 fetch(
-                    cursor, found, slot, rows, ring, kv_heads, SLOT, STAGES, WHOLE, BULK, KEY_BITS, VALUE_BITS, DIM,
-                    SCAN)  # fmt: skip
+                    cursor, found, slot, rows, ring, kv_heads, SLOT, STAGES, WHOLE, BULK, KEY_BITS, VALUE_BITS,
+                    KEY_SCALES, VALUE_SCALES, DIM, SCAN)  # fmt: skip
                 cursor = advance(cursor, where, scan, kv_heads, width, pinned, page_tiles, SCAN)
             if not BULK:
                 end_group()
@@ -345,15 +382,10 @@ def decode_attention(
             piece = gl.where((tile == span[0]) & (tile + n == span[1]), 2 * programs + jobs_below + job, piece)
         weight = gl.convert_layout(gl.sum(total_weight, 1 - H_AXIS), HEAD)
         gl.store(lses + piece * ROWS + o_head, reference + gl.log2(weight), mask=o_head < ROWS)
-        result = output(sums, value_shift, HEADS, VALUE_BITS)
-        OUT: gl.constexpr = result.type.layout
-        h = gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
-        u = gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
-        e = gl.arange(0, result.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
-        d_out = coordinates(u, e, VALUE_BITS, result.shape[2])
         inverse = gl.where(weight == 0.0, 0.0, value_scale / weight)  # a row may see nothing of these tiles
-        inverse = gl.convert_layout(inverse, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
-        gl.store(pieces + (piece * ROWS + h) * DIM + d_out, result * inverse, mask=(h < ROWS) & (d_out >= 0))
+        for part in gl.static_range(parts_of(VALUE_BITS, DIM)):
+            result = output(sums, value_shift, HEADS, VALUE_BITS, VALUE_LEVELS, DIM, part)
+            store_part(pieces + piece * (ROWS * DIM), result, inverse, VALUE_BITS, ROWS, DIM, part)
 
         left -= n
         tile += n

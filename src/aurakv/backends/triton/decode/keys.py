@@ -15,10 +15,15 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from . import levels
 from .codes import in_order3, key_levels2, key_levels3, key_levels4, key_levels_cubic8, levels_poly7, row_levels_poly7
+from .lane_copies import meet_lanes
 from .layouts import key_half_layout, key_layout
+from .piece_queries import load_operand, store_parts
+from .pieces import first_of, halves, key_bytes, lane_of, piece_count
 from .reads import in_octets, lane_rows, read_keys
+from .shapes import in_pieces
 
 POLY7 = gl.constexpr(levels.POLY7)
+TABLE = gl.constexpr(levels.TABLE)
 
 
 @gluon.constexpr_function
@@ -29,19 +34,46 @@ def query_planes(bits, dim):
 
 
 @gluon.jit
-def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
-    """Rotated queries [HEADS, DIM] as rows [planes · 2 · HEADS, DIM / planes] and what one step is worth for each head.
-
-    In a plane rows are head · 2 + part for 4 heads, part · 8 + head for each 8 of more."""
+def query_parts(y, scale, BITS: gl.constexpr):
+    """Two parts of rotated queries [HEADS, DIM] (float16 numbers, or integers of 8 bits) and what one step is worth for
+    each head."""
     top = gl.max(y.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # order of bits is order of magnitudes, NaN above all
     peak = gl.maximum(top.to(gl.float32, bitcast=True), 1e-30)
     damaged = top >= 0x7F800000
-    PLANES: gl.constexpr = query_planes(BITS, DIM)
     if BITS > 4:
         step = gl.where(damaged, float("nan"), peak * scale)
         x = y * (1.0 / peak)[:, None]
         high = x.to(gl.float16)
-        parts = gl.join(high, (x - high.to(gl.float32)).to(gl.float16))
+        return high, (x - high.to(gl.float32)).to(gl.float16), step
+    else:
+        step = gl.where(damaged, float("nan"), peak * (scale / 32500.0))
+        n = (y * (32500.0 / peak)[:, None] + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000
+        high = (n + 128) >> 8
+        return high, n - high * 256, step
+
+
+@gluon.jit
+def place_query(y, scale, at, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """The parts of rotated queries to where `piece_queries` has them. What one step is worth for each head."""
+    high, low, step = query_parts(y, scale, BITS)
+    if BITS > 4:
+        high = high.to(gl.int16, bitcast=True).to(gl.int32)
+        low = low.to(gl.int16, bitcast=True).to(gl.int32)
+    meet_lanes()  # all have read those of the job before
+    store_parts(high, low, at, BITS, HEADS, DIM)
+    meet_lanes()
+    return step
+
+
+@gluon.jit
+def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """Rotated queries [HEADS, DIM] as rows [planes · 2 · HEADS, DIM / planes] and what one step is worth for each head.
+
+    In a plane rows are head · 2 + part for 4 heads, part · 8 + head for each 8 of more."""
+    PLANES: gl.constexpr = query_planes(BITS, DIM)
+    high, low, step = query_parts(y, scale, BITS)
+    if BITS > 4:
+        parts = gl.join(high, low)
         if BITS == 8:  # head, k-step, lane, register, unit, plane, part
             parts = parts.reshape([HEADS, DIM // 64, 4, 4, 2, 2, 2])
             parts = gl.permute(parts, (5, 0, 6, 1, 3, 2, 4) if HEADS == 4 else (5, 6, 0, 1, 3, 2, 4))
@@ -49,10 +81,7 @@ def split_query(y, scale, BITS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
             parts = parts.reshape([HEADS, DIM // 128, 4, 2, 8, 2, 2])
             parts = gl.permute(parts, (1, 4, 0, 6, 5, 2, 3) if HEADS == 4 else (1, 4, 6, 0, 5, 2, 3))
     else:
-        step = gl.where(damaged, float("nan"), peak * (scale / 32500.0))
-        n = (y * (32500.0 / peak)[:, None] + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000
-        high = (n + 128) >> 8
-        parts = gl.join(high.to(gl.int8), (n - high * 256).to(gl.int8))
+        parts = gl.join(high.to(gl.int8), low.to(gl.int8))
         if BITS == 2 and DIM == 128:  # head, lane, plane, code, half, part
             parts = parts.reshape([HEADS, 4, 4, 4, 2, 2])
             parts = gl.permute(parts, (2, 0, 5, 4, 1, 3) if HEADS == 4 else (2, 5, 0, 4, 1, 3))
@@ -130,8 +159,7 @@ def scores3(tile, queries, constants, s, DIM: gl.constexpr, TILE: gl.constexpr, 
     for block in gl.static_range(DIM // 128):
         planes = key_levels3(lane_rows(tile, block, 3, DIM, TILE, 8), low, high)
         for i in gl.static_range(4):
-            keys = gl.permute(planes[i].reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
-            s = multiply(keys, queries[4 * block + i], s, HEADS, mma)
+            s = multiply(in_columns(planes[i], TILE), queries[4 * block + i], s, HEADS, mma)
     return s
 
 
@@ -148,6 +176,35 @@ def scores_of_rows(
             keys = gl.permute(gl.join(planes[2 * i], planes[2 * i + 1]), (0, 1, 4, 2, 3)).reshape([TILE, 16])
             s = multiply(keys, queries[8 * block + i], s, HEADS, mma)
     return s
+
+
+@gluon.jit
+def scores_of_pieces(
+    tile, queries, constants, s, BITS: gl.constexpr, LEVELS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr,
+    HEADS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Of rows that `pieces` reads. queries: their address."""
+    for n in gl.static_range(piece_count(DIM)):
+        if BITS > 4:
+            planes = halves(tile, constants, n, BITS, LEVELS, DIM, TILE, False)
+            for i in gl.static_range(lane_of(DIM, n) // 4):
+                q = load_operand(queries, first_of(DIM, n) // 16 + i, BITS, HEADS, mma)
+                keys = gl.permute(gl.join(planes[2 * i], planes[2 * i + 1]), (0, 1, 4, 2, 3)).reshape([TILE, 16])
+                s = multiply(keys, q, s, HEADS, mma)
+        else:
+            planes = key_bytes(tile, constants, n, BITS, DIM, TILE)
+            for i in gl.static_range(lane_of(DIM, n) // 8):
+                q = load_operand(queries, first_of(DIM, n) // 32 + i, BITS, HEADS, mma)
+                s = multiply(in_columns(planes[i], TILE), q, s, HEADS, mma)
+                if BITS == 4:
+                    s = multiply(in_columns(planes[lane_of(DIM, n) // 8 + i], TILE), q, s, HEADS, mma)
+    return s
+
+
+@gluon.jit
+def in_columns(plane, TILE: gl.constexpr):
+    """Eight codes of each lane [octets, 8, 4, 8] as columns of a product."""
+    return gl.permute(plane.reshape([TILE, 4, 2, 4]), (0, 2, 1, 3)).reshape([TILE, 32])
 
 
 @gluon.jit
@@ -171,18 +228,34 @@ def both_parts(s):
 
 @gluon.jit
 def raw_scores(
-    at, queries, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, TILE: gl.constexpr, U: gl.constexpr,
+    at, queries, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr,
     HEADS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Products of the queries with the levels of a tile of keys, in steps: [TILE, 4] or [HEADS, TILE], float32.
 
     at: the address of the keys."""
+    score = products(at, queries, constants, BITS, LEVELS, TILE, DIM, HEADS, mma)
+    if LEVELS == TABLE:  # the upper bytes of levels, then their lower bytes
+        lower = (constants[4], constants[5], constants[6], constants[7])
+        score = score * 256.0 + products(at, queries, lower, BITS, LEVELS, TILE, DIM, HEADS, mma)
+    return score
+
+
+@gluon.jit
+def products(
+    at, queries, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr,
+    HEADS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """The same of one table of bytes or of one polynomial."""
+    U: gl.constexpr = DIM * BITS // 16
     DTYPE: gl.constexpr = gl.float32 if BITS > 4 else gl.int32
     s = gl.zeros([TILE, 8] if HEADS == 4 else [2 * HEADS, TILE], DTYPE, mma)
-    if BITS == 3:
-        s = scores3(at, queries, constants, s, U * 16 // BITS, TILE, HEADS, mma)
+    if in_pieces(BITS, DIM):
+        s = scores_of_pieces(at, queries, constants, s, BITS, LEVELS, DIM, TILE, HEADS, mma)
+    elif BITS == 3:
+        s = scores3(at, queries, constants, s, DIM, TILE, HEADS, mma)
     elif BITS == 5 or BITS == 6:
-        s = scores_of_rows(at, queries, constants, s, BITS, U * 16 // BITS, TILE, HEADS, mma)
+        s = scores_of_rows(at, queries, constants, s, BITS, DIM, TILE, HEADS, mma)
     elif BITS == 8:
         keys = read_keys(at, TILE, U)
         keys = gl.permute(keys.reshape([TILE, U // 32, 4, 4, 2]), (0, 1, 3, 2, 4)).reshape([TILE, U])

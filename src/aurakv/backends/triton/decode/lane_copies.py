@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .reads import swizzled
-from .tile_ring import flat
+from .shapes import flat
+from .tile_ring import pieces_of, scales_of
 
 LINE = 512  # bytes that the lanes of a warp copy at once
 
@@ -93,13 +94,15 @@ def copy_run(source, target, pieces, BEGIN: gl.constexpr, SIZE: gl.constexpr, EX
 
 @gluon.jit
 def copy_side_run(side, row, page_size, codes, scales, RUN: gl.constexpr, NUMBER: gl.constexpr, BITS: gl.constexpr,
-                  DIM: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
+                  SCALE: gl.constexpr, DIM: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
     """Start the copies of RUN tokens from `row` on of a side of a page that begins at `side` (int16): the NUMBER-th run
-    of a tile whose codes and scales have their places in the ring. Not WHOLE: the page may end before."""
+    of a tile whose codes and scales have their places in the ring. SCALE: bytes of a scale. Not WHOLE: the page may end
+    before."""
     UNITS: gl.constexpr = DIM * BITS // 16
+    LINES: gl.constexpr = not flat(BITS, DIM)
     count = RUN if WHOLE else gl.minimum(RUN, page_size - row)
-    copy_run(side + row * UNITS, codes, count * (UNITS // 8), NUMBER * RUN * 2 * UNITS, RUN * 2 * UNITS,
-             not flat(BITS), not flat(BITS), not WHOLE)  # fmt: skip
+    copy_run(side + row * UNITS, codes, pieces_of(count, 2 * UNITS), NUMBER * RUN * 2 * UNITS, RUN * 2 * UNITS,
+             LINES, LINES, not WHOLE)  # fmt: skip
     copy_run(
-        side + page_size * UNITS + row, scales, (count + 7) // 8, NUMBER * RUN * 2, RUN * 2, False, True, not WHOLE
-    )
+        scales_of(side, page_size, UNITS) + row * (SCALE // 2), scales, pieces_of(count, SCALE), NUMBER * RUN * SCALE,
+        RUN * SCALE, False, SCALE == 2, not WHOLE)  # fmt: skip

@@ -21,16 +21,17 @@ from ....attention.partial import Partial
 from ....attention.scoring import Scoring
 from ....attention.step import Rows
 from ....format.codec import Codec, Format
+from ....format.rotation import base_order, hadamard
 from ....storage.pages import Pages
 from ..common.launcher import Launch, most_seqs
 from ..common.target import DECODE_CAPABILITY, OWN_SHARED, Target, capability, multiprocessors, target_of
-from . import tile_ring
 from .kernel import decode_attention
-from .levels import MINIFLOAT, Levels
+from .levels import MINIFLOAT, TABLE, Levels
 from .levels import levels as level_arithmetic
 from .merge import merge_pieces
+from .piece_queries import query_bytes
+from .shapes import CODE_BITS, DIMS, MOST_ROWS, flat, in_pieces, padded
 
-WIDTHS = {bits: (64, 128, 256) if bits in (4, 8) else (128, 256) for bits in (2, 3, 4, 5, 6, 8)}  # dims by width
 MAX_SEQS = 1024
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
 MAX_UNCOMPRESSED = 16  # first tokens that `merge_pieces` scores
@@ -38,6 +39,8 @@ STAGES = 2
 ALONE_TILES = 3  # jobs of up to this many are a program each, which finishes its own rows: one launch
 ALONE_TILES_OF_MANY = 8  # where jobs alone keep every multiprocessor busy
 MANY = 3  # jobs for each of them
+LEAST_TILE = 16  # tokens
+MOST_TILES = 47 * 1024  # bytes of tiles and queries: a kernel declares at most 48 KiB itself
 
 
 def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
@@ -70,14 +73,18 @@ def why_not_format(format: Format) -> str | None:
     if not (key.rotates and value.rotates):
         return "it rotates queries and results itself"
     for side in (key, value):
-        if side.dtype != torch.float16 or side.dim not in WIDTHS.get(side.bits, ()):
-            return f"it reads codes with float16 scales of the widths and dims {WIDTHS}, got {format} of {side.dim}"
-    return None if level_arithmetic(format) is not None else f"it has no arithmetic for the level tables of {format}"
+        if side.bits not in CODE_BITS or side.dim not in DIMS:
+            return f"it reads codes of {list(CODE_BITS)} bits and dims {list(DIMS)}, got {format} of {side.dim}"
+    if level_arithmetic(format) is None:
+        return f"it has no arithmetic for the level tables of {format}"
+    if STAGES * LEAST_TILE * format.bytes_per_token + _query_bytes(format, 8) > MOST_TILES:
+        return f"tiles of {format} of {key.dim} and their queries take more shared memory than a kernel may declare"
+    return None
 
 
 def max_rows(format: Format) -> int:
-    """Of a job: as many as registers hold the sums of."""
-    return 16 if format.key.dim <= 128 else 8
+    """Of a job."""
+    return MOST_ROWS[format.key.dim]
 
 
 def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:
@@ -149,7 +156,7 @@ def prepare(
     multiplier = scoring.multiplier(dim) * math.log2(math.e) * (2 / cap if cap else 1)
     keys, values, scales = _descriptors(pages, tile) if bulk else (None, None, None)
     layout = format.layout(pages.page_size)
-    key_signs, value_signs = _signs(format.key, device), _signs(format.value, device)
+    key_signs, value_signs = _signs(format.key, False, device), _signs(format.value, True, device)
 
     def given(x: Tensor | None) -> Tensor:
         return key_signs if x is None else x  # an address that is not read
@@ -177,16 +184,19 @@ def prepare(
         seqs, tokens, pages.kv_heads, pages.table.shape[1], pages.pinned, _page_tiles(pages, rows), *scan, cap or 0.0,
         multiplier * levels.key.step, multiplier, levels.value.step, levels.value.shift / levels.value.step,
         stride, programs, pages.data.shape[2] // 16, pages.page_size, layout.key_codes // 16, layout.value_codes // 16,
+        math.log2(scoring.threshold or 1.0),
         KEY_BITS=format.key.bits, VALUE_BITS=format.value.bits, KEY_LEVELS=levels.key.kind,
         VALUE_LEVELS=levels.value.kind, SOFTCAP=cap is not None,
         OFFSET=cap is not None and pages.key_offset is not None, STAGES=STAGES,
         WHOLE=_whole(pages, rows), KEY_SCALE=key_scale is not None, ALONE=alone,
         BULK=bulk, PAGES=_pages_of_a_tile(pages, rows),
+        KEY_SCALES=format.key.scale_bytes, VALUE_SCALES=format.value.scale_bytes,
+        THRESHOLD=scoring.threshold > 0,
         **{key: on and (alone or key == "UNCOMPRESSED") for key, on in ends_with.items()}, **flags,
         num_warps=1, maxnreg=_registers_of(target_of(device), format, rows, tile),
     )  # fmt: skip
     size = slots * rows * (dim + 1) * 4
-    chunk, together, across = _merge_plan(jobs, rows, programs, dim, several, device)
+    chunk, together, across = _merge_plan(jobs, rows, programs, padded(dim), several, device)
     merge = Launch(
         merge_pieces, (jobs, -(-rows // together)),
         None, None, None, None, logits, value_signs, None, given(key_scale), given(pages.key_offset), value_offset,
@@ -288,9 +298,10 @@ def _tile(pages: Pages, rows: int) -> int:
     """Tokens of a tile: whole pages or a part of one; the programs of a multiprocessor fit it with two tiles each."""
     format, target, size = pages.format, target_of(pages.data.device), pages.page_size
     parted = pages.table.shape[1] > 1 and size % 64 and (_bulk(pages) or 64 % size)
-    large = format.bytes_per_token > 190 or format.key.bits in (5, 6)  # these keys need many registers
+    wide = format.key.bits in (5, 6) and format.key.dim > 96  # these keys need many registers
+    large = format.bytes_per_token > 190 or wide
     if parted or rows > 8 or large:
-        return 32
+        return 32 if STAGES * 32 * format.bytes_per_token + _query_bytes(format, rows) <= MOST_TILES else LEAST_TILE
     return 64 if _fitting(target, format, rows, 64) >= min(8, _wanted(format, rows)) else 32
 
 
@@ -312,8 +323,8 @@ def _whole(pages: Pages, rows: int) -> int:
     tile = _tile(pages, rows)
     if pages.page_size % tile and _pages_of_a_tile(pages, rows) == 1:
         return 0
-    flat = tile_ring.flat(pages.format.key.bits) and tile_ring.flat(pages.format.value.bits)
-    return 2 if pages.page_size == tile and flat else 1
+    both = all(flat(side.bits, side.dim) for side in (pages.format.key, pages.format.value))
+    return 2 if pages.page_size == tile and both else 1
 
 
 def _residents(target: Target, format: Format, rows: int, tile: int) -> int:
@@ -327,9 +338,12 @@ def _residents(target: Target, format: Format, rows: int, tile: int) -> int:
 
 
 def _registers_of(target: Target, format: Format, rows: int, tile: int) -> int:
-    """Of a thread: more for wide keys, where shared memory leaves room for fewer programs than would help."""
+    """Of a thread: more for wide keys and those of two tables, where shared memory leaves room for fewer programs than
+    would help."""
+    levels = level_arithmetic(format)
+    many = format.key.bits > 4 or (levels is not None and levels.key.kind == TABLE)
     fewer = _residents(target, format, rows, tile) < _wanted(format, rows)
-    return 255 if fewer and format.key.bits > 4 and rows <= 4 else _registers(format, rows)
+    return 255 if fewer and many and rows <= 4 else _registers(format, rows)
 
 
 def _wanted(format: Format, rows: int) -> int:
@@ -340,20 +354,31 @@ def _wanted(format: Format, rows: int) -> int:
 
 def _fitting(target: Target, format: Format, rows: int, tile: int) -> int:
     """Programs whose shared memory a multiprocessor has: their tiles and the parts of their queries."""
+    size = STAGES * (tile * format.bytes_per_token + 8) + _query_bytes(format, rows)
+    if in_pieces(format.key.bits, format.key.dim):  # queries are part of the ring, and what Triton needs is behind it
+        size = -(-size // 128) * 128 + 64
+    return target.shared // (size + OWN_SHARED)
+
+
+def _query_bytes(format: Format, rows: int) -> int:
+    """Of the parts of a job's queries, in shared memory."""
     heads = 4 if rows <= 4 else 8 if rows <= 8 else 16
-    query = 2 * heads * format.key.dim * (2 if format.key.bits > 4 else 1)
-    return target.shared // (STAGES * (tile * format.bytes_per_token + 8) + query + OWN_SHARED)
+    size: int = query_bytes(format.key.dim, format.key.bits, heads)
+    return size
 
 
 def _registers(format: Format, rows: int) -> int:
     """Registers of a thread: as many as the programs that share a multiprocessor leave, and help."""
     key, value = format.key, format.value
-    if rows > 8 or key.dim == 256 or value.bits == 8 or (key.bits == 8 and value.bits < 4):
-        return 255
-    if key.dim == 64 and key.bits < 8 and rows <= 4:
-        return 128
     levels = level_arithmetic(format)
-    minifloat = value.bits == 4 and levels is not None and levels.value.kind == MINIFLOAT
+    assert levels is not None
+    large = key.dim >= 256 or (key.dim == 128 and levels.key.kind == TABLE)
+    if rows > 8 or large or value.bits == 8 or (key.bits == 8 and value.bits < 4):
+        return 255
+    looked_up = TABLE in (levels.key.kind, levels.value.kind)
+    if key.dim == 64 and key.bits == value.bits == 4 and rows <= 4 and not looked_up:
+        return 128
+    minifloat = value.bits == 4 and levels.value.kind == MINIFLOAT
     if (key.bits == 3 and minifloat) or (key.bits <= 4 and value.bits in (5, 6)):
         return 216
     return 168 if key.dim == 64 or key.bits > 4 or rows <= 4 or (value.bits == 4 and not minifloat) else 216
@@ -369,12 +394,12 @@ def _descriptors(pages: Pages, tile: int) -> tuple[TensorDescriptor, ...]:
         pieces, size = words.shape[0] * words.shape[1], words.shape[2]
         swizzled = gl.NVMMASharedLayout(128, 16, rank=4)  # lines of 128 bytes, the widest that TMA swizzles
         key, value = pages.format.key, pages.format.value
-        both = 2 if key.bits == value.bits and not tile_ring.flat(key.bits) else 1
+        both = 2 if key.bits == value.bits and not flat(key.bits, key.dim) else 1
 
         def codes(at: int, codec: Codec) -> TensorDescriptor:
             start = words.storage_offset() + at // 2
-            if tile_ring.flat(codec.bits):  # not used: `tile_ring` copies these
-                row = codec.row_bytes // 2
+            if flat(codec.bits, codec.dim):  # not used: `tile_ring` copies these
+                row = codec.row_bytes // 16 * 8
                 view = words.as_strided((pieces, 1, pages.page_size, row), (size, size, row, 1), start)
                 return TensorDescriptor.from_tensor(view, [1, 1, tile, 32], gl.NVMMASharedLayout(64, 16, rank=4))
             lines = -(-pages.page_size * codec.row_bytes // 128)
@@ -394,15 +419,21 @@ def _descriptors(pages: Pages, tile: int) -> tuple[TensorDescriptor, ...]:
 
 
 @functools.cache
-def _signs(codec: Codec, device: torch.device) -> Tensor:
+def _signs(codec: Codec, turned: bool, device: torch.device) -> Tensor:
+    """Signs / √dim, and behind them the columns (turned: rows) of the matrix that is doubled, padded with zeros."""
+    run = base_order(codec.dim)
     with torch.inference_mode(False):
-        return torch.tensor(codec.sign_list(), dtype=torch.float32, device=device) / math.sqrt(codec.dim)
+        signs = torch.tensor(codec.sign_list(), dtype=torch.float32) / math.sqrt(codec.dim)
+        matrix = torch.zeros(run, triton.next_power_of_2(run))
+        least = hadamard(codec.dim)[:run, :run]
+        matrix[:, :run] = least if turned else least.T
+        return torch.cat([signs, matrix.flatten()]).to(device)
 
 
 @functools.cache
 def _constants(levels: Levels, device: torch.device) -> Tensor:
-    """One row of 32 equal words for each constant, and the lanes whose column of the weights is even."""
+    """One row of 32 equal words for each constant, the ninth: the lanes whose column of the weights is even."""
     rows = [[word - (1 << 32) if word >> 31 else word] * 32 for word in levels.words]
     even = [-1 if lane // 4 % 2 == 0 else 0 for lane in range(32)]
     with torch.inference_mode(False):
-        return torch.tensor([*rows, even], dtype=torch.int32, device=device)
+        return torch.tensor([*rows[:8], even, *rows[8:]], dtype=torch.int32, device=device)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....format.codec import Codec, Format
 from ....format.levels import Levels as Table
 from ....format.levels import float16
 from ..common.arithmetic import integers, poly7_numbers
+from .shapes import in_pieces
 
 MINIFLOAT_TAIL = {3: 190, 4: 88}  # bits under a minifloat code, which lies at bits 9-11 or 8-11 of a float16 number
 
+KEY_LARGEST = 32000  # of levels of keys as 16-bit integers
 KEY_ERROR = 2e-4  # of a leading coefficient in float16, relative
 MOST = 65504.0  # in float16
 
-INTEGER, MINIFLOAT, CUBIC, POLY7, BITS, LINE = range(6)  # how codes become levels
+INTEGER, MINIFLOAT, CUBIC, POLY7, BITS, LINE, TABLE = range(7)  # how codes become levels
 
 
 class KeyLevels(NamedTuple):
@@ -42,9 +45,9 @@ class Levels(NamedTuple):
 
     @property
     def words(self) -> tuple[int, ...]:
-        """32-bit words: 4 for keys, 4 for values."""
-        pad = (0, 0, 0, 0)
-        return (*(self.key.words + pad)[:4], *(self.value.words + pad)[:4])
+        """32-bit words: 4 for keys, 4 for values, 4 more for keys, 4 more for values."""
+        key, value = ((*side.words, *[0] * 8)[:8] for side in (self.key, self.value))
+        return (*key[:4], *value[:4], *key[4:], *value[4:])
 
 
 @functools.cache
@@ -70,18 +73,43 @@ def _key_levels(codec: Codec) -> KeyLevels | None:
         poly = _poly7(codec.levels)
         if poly is not None:
             return KeyLevels(POLY7, *poly)
-        return _key_cubic(codec.levels) if codec.bits == 8 else None
+        return _key_cubic(codec.levels) if codec.bits == 8 and not in_pieces(codec.bits, codec.dim) else None
     found = integers(codec.levels)
-    if found is None:
-        return None
-    table, step = found
-    if codec.bits == 4:  # see codes: codes under 8 are negative, the upper eight are stored plus one
-        if not table[7] < 0 <= table[8] or table[-1] > 126:
-            return None
-        table = table[:8] + [n + 1 for n in table[8:]]
-    quarters = [table[at : at + 4] for at in range(0, len(table), 4)]
-    words = tuple(sum((n & 255) << 8 * i for i, n in enumerate(quarter)) for quarter in quarters)
-    return KeyLevels(INTEGER, step, words)
+    if found is not None:
+        table, step = found
+        # see codes: codes under 8 are negative, the upper eight are stored plus one
+        if codec.bits < 4 or (table[7] < 0 <= table[8] and table[-1] <= 126):
+            return KeyLevels(INTEGER, step, _octets(table[:8] + [n + 1 for n in table[8:]]))
+    return _key_table(codec.levels)
+
+
+def _octets(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Bytes as words."""
+    return tuple(
+        sum((n & 255) << 8 * i for i, n in enumerate(numbers[at : at + 4])) for at in range(0, len(numbers), 4)
+    )
+
+
+def _key_table(levels: Table) -> KeyLevels:
+    """Any levels as 16-bit integers: level = step · (256 · upper + lower), each part a table of bytes."""
+    step = max(map(abs, levels)) / KEY_LARGEST or 1.0
+    numbers = [round(x / step) for x in levels]
+    parts = [(n + 128) // 256 for n in numbers], [(n + 128) % 256 - 128 for n in numbers]
+    return KeyLevels(TABLE, step, tuple(word for part in parts for word in (*_octets(_beside(part)), 0, 0, 0)[:4]))
+
+
+def _beside(table: Sequence[int]) -> list[int]:
+    """What is stored of sixteen bytes, so that what the lower eight give for a code and what the upper eight give for
+    it add up to its byte: for a code of the other eight, a table gives −1 where its byte is negative, else 0."""
+    if len(table) < 16:
+        return list(table)
+    pairs = [_pair(min(low, 126), min(high, 126)) for low, high in zip(table[:8], table[8:], strict=True)]
+    return [low for low, _ in pairs] + [high for _, high in pairs]
+
+
+def _pair(low: int, high: int) -> tuple[int, int]:
+    """a, b with a + (−1 if b < 0 else 0) = low and b + (−1 if a < 0 else 0) = high."""
+    return next((a, b) for a in (low, low + 1) for b in (high, high + 1) if a - (b < 0) == low and b - (a < 0) == high)
 
 
 def _key_cubic(levels: Table) -> KeyLevels | None:
@@ -121,24 +149,33 @@ def _bend(levels: Table) -> tuple[float, float] | None:
 
 
 def _value_levels(codec: Codec) -> ValueLevels | None:
+    known = not in_pieces(codec.bits, codec.dim)
     if codec.bits == 2:
-        return _value_bits(codec.levels)
-    if codec.bits in MINIFLOAT_TAIL:
+        return (_value_bits(codec.levels) if known else None) or _value_table(codec.levels)
+    if codec.bits in MINIFLOAT_TAIL and known:
         step = minifloat_step(codec.levels)
         if step is not None:
             return ValueLevels(MINIFLOAT, step, 0.0, (0xFFFFFFFF,))
     poly = _poly7(codec.levels)
     if poly is not None:
         return ValueLevels(POLY7, poly[0], 0.0, poly[1])
-    found = None if codec.bits in (5, 6) else _bend(codec.levels)
+    found = None if codec.bits in (5, 6) or (codec.bits == 8 and not known) else _bend(codec.levels)
     if found is None:
-        return None
+        return _value_table(codec.levels) if codec.bits < 5 else None
     unit, bend = found
     if codec.bits < 8:
         return _odd_cubic(codec.levels, bend)
     z = 128.0  # the kernel's variable is (code − 128) / z
     words = _halves((0.5 + bend / 8) / z, 1 + 0.75 * bend, 1.5 * bend * z, bend * z * z)
     return None if words is None else ValueLevels(CUBIC, unit * z, 0.0, words)
+
+
+def _value_table(levels: Table) -> ValueLevels:
+    """Any levels as float16 numbers: words of their lower bytes and of their upper bytes."""
+    step = max(map(abs, levels)) or 1.0
+    bits = [half2(x / step) for x in levels]
+    parts = [x & 255 for x in bits], [x >> 8 & 255 for x in bits]
+    return ValueLevels(TABLE, step, 0.0, tuple(word for part in parts for word in (*_octets(part), 0, 0, 0)[:4]))
 
 
 def _odd_cubic(levels: Table, bend: float) -> ValueLevels:

@@ -18,8 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from .primitives import hadamard
+from .piece_queries import load_coordinates, natural
+from .primitives import rotated
 from .schedule import find_job, make_scan, query_rows, seen, span_of
+from .shapes import padded
+
+AT_ONCE = gl.constexpr(4)  # uncompressed tokens: by default there are no more
 
 
 @gluon.jit(do_not_specialize=["seqs", "tokens", "programs"])  # they change from call to call
@@ -36,11 +40,14 @@ def merge_pieces(
     """Put the pieces of HEADS rows of a job together, CHUNK at a time, and rotate the results back. ALONE: the end of
     `decode_attention`, whose program has found all of the job: one piece, with its number.
 
-    signs: value signs / √DIM. ACROSS of the warps share the pieces, the others the rows."""
+    signs: value signs / √DIM, behind them the matrix of `rotated`, transposed. ACROSS of the warps share the
+    pieces, the others the rows."""
     number = gl.program_id(0)  # of the job
     member = 0 if ALONE else gl.program_id(1) * HEADS
     WARPS: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, DIM // 32], [1, 1, 32], [ACROSS, WARPS // ACROSS, 1], [2, 1, 0])
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, padded(DIM) // 32], [1, 1, 32], [ACROSS, WARPS // ACROSS, 1], [2, 1, 0]
+    )
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     COORDINATE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
     OUT: gl.constexpr = gl.SliceLayout(0, layout)  # [row, coordinate]
@@ -87,17 +94,18 @@ def merge_pieces(
     m_row = (member < ROWS) & (row < queries * GROUP) & known
     head = kv_head * GROUP + row % GROUP
     o_token = begin + row // GROUP
-    d = gl.arange(0, DIM, layout=COORDINATE)
-    b_sign = gl.load(signs + d)
+    d = natural(gl.arange(0, padded(DIM), layout=COORDINATE), DIM)
+    m_d = (d < DIM) if padded(DIM) > DIM else (d >= 0)
+    b_sign = load_coordinates(signs, d, m_d, 0.0, DIM)
     o_kv_head = gl.where(known, kv_head, 0) * DIM
     bias = gl.zeros([HEADS], gl.float32, HEAD)
     if KEY_OFFSET or UNCOMPRESSED:
         p_q = q + (o_token * q_stride + head * DIM)[None, :, None] + d[None, None, :]
-        b_q = gl.load(p_q, mask=m_row[None, :, None] & (d >= 0)[None, None, :], other=0.0).to(gl.float32)
+        b_q = gl.load(p_q, mask=m_row[None, :, None] & m_d[None, None, :], other=0.0).to(gl.float32)
         if KEY_SCALE:
-            b_q = b_q / gl.load(key_scale + o_kv_head + d)[None, None, :]
+            b_q = b_q / load_coordinates(key_scale + o_kv_head, d, m_d, 1.0, DIM)[None, None, :]
     if KEY_OFFSET:
-        b_offset = gl.load(key_offset + o_kv_head + d)
+        b_offset = load_coordinates(key_offset + o_kv_head, d, m_d, 0.0, DIM)
         bias = gl.sum(gl.sum(b_q * b_offset[None, None, :], 2), 0) * bias_scale
     if LOGITS:
         top = gl.load(sink_logits + head, mask=m_row, other=0.0).to(gl.float32) * 1.4426950408889634
@@ -106,25 +114,37 @@ def merge_pieces(
         top = gl.full([HEADS], -float("inf"), gl.float32, HEAD)
         other = gl.zeros([HEADS], gl.float32, HEAD)
     mass = gl.zeros([HEADS], gl.float32, HEAD)
-    b_out = gl.zeros([HEADS, DIM], gl.float32, OUT)
+    b_out = gl.zeros([HEADS, padded(DIM)], gl.float32, OUT)
     o_column = gl.convert_layout(d, COLUMN)[None, :]
-    b_uncompressed = gl.zeros([HEADS, DIM], gl.float32, OUT)  # not rotated; their weights are in `other`
+    m_column = (o_column < DIM) if padded(DIM) > DIM else (o_column >= 0)
+    b_uncompressed = gl.zeros([HEADS, padded(DIM)], gl.float32, OUT)  # not rotated; their weights are in `other`
     if UNCOMPRESSED:
         page = gl.load(u_table + seq).to(gl.int64)
         p_uncompressed = u_data + (page * kv_heads + gl.where(known, kv_head, 0)) * u_size
         visible = gl.minimum(gl.load(u_lengths + seq), gl.load(ends + seq))
-        for t in range(0, gl.where(known, visible, 0)):
-            b_key = gl.load(p_uncompressed + u_keys + t * DIM + d).to(gl.float32)
-            b_value = gl.load(p_uncompressed + u_values + t * DIM + o_column).to(gl.float32)
-            score = gl.sum(gl.sum(b_q * b_key[None, None, :], 2), 0) * bias_scale
-            new = gl.maximum(top, score)
+        # each warp has all tokens of its rows, in registers: they are read at once and nothing waits for other warps
+        block: gl.constexpr = gl.BlockedLayout(
+            [AT_ONCE, 1, padded(DIM) // 32], [1, 1, 32], [ACROSS, WARPS // ACROSS, 1], [2, 1, 0]
+        )
+        o_first = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, gl.SliceLayout(2, block)))
+        o_dim = gl.arange(0, padded(DIM), layout=gl.SliceLayout(0, gl.SliceLayout(1, block)))
+        o_dim = natural(o_dim, DIM)[None, None, :]
+        m_dim = (o_dim < DIM) if padded(DIM) > DIM else (o_dim >= 0)
+        b_query = gl.convert_layout(b_q, block)
+        for t in range(0, gl.where(known, visible, 0), AT_ONCE):
+            m_first = t + o_first < visible
+            o_vector = (t + o_first)[:, None, None] * DIM + o_dim
+            m_vector = m_first[:, None, None] & m_dim
+            b_key = gl.load(p_uncompressed + u_keys + o_vector, mask=m_vector, other=0.0).to(gl.float32)
+            b_value = gl.load(p_uncompressed + u_values + o_vector, mask=m_vector, other=0.0).to(gl.float32)
+            score = gl.where(m_first[:, None], gl.sum(b_query * b_key, 2) * bias_scale, -float("inf"))
+            new = gl.maximum(top, gl.convert_layout(gl.max(score, 0), HEAD))
             old = gl.where(top == new, 1.0, gl.exp2(top - new))
-            weight = gl.exp2(score - new)
-            other = other * old + weight
-            b_uncompressed = (
-                b_uncompressed * gl.convert_layout(old, ROW)[:, None]
-                + gl.convert_layout(weight, ROW)[:, None] * b_value
-            )
+            weight = gl.exp2(score - gl.convert_layout(new, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :])
+            weight = gl.where(m_first[:, None], weight, 0.0)
+            other = other * old + gl.convert_layout(gl.sum(weight, 0), HEAD)
+            b_sum = gl.sum(gl.expand_dims(weight, 2) * b_value, 0)
+            b_uncompressed = b_uncompressed * gl.convert_layout(old, ROW)[:, None] + gl.convert_layout(b_sum, OUT)
             top = new
     if EARLY:
         gdc_wait()
@@ -135,7 +155,7 @@ def merge_pieces(
         index = piece[:, None] * ROWS + member[None, :]
         m_piece = (o_row < count)[:, None] & m_row[None, :]
         b_lse = gl.load(lses + index, mask=m_piece, other=-float("inf")) + bias[None, :]
-        m_piece = gl.expand_dims(m_piece, 2) & (d >= 0)[None, None, :]
+        m_piece = gl.expand_dims(m_piece, 2) & m_d[None, None, :]
         b_piece = gl.load(pieces + gl.expand_dims(index, 2) * DIM + d[None, None, :], mask=m_piece, other=0.0)
         new = gl.maximum(top, gl.max(b_lse, 0))
         old = gl.where(top == new, 1.0, gl.exp2(top - new))
@@ -150,13 +170,13 @@ def merge_pieces(
     inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
     b_out = b_out * gl.convert_layout(inverse, ROW)[:, None]
     b_out = b_out + (b_out - b_out)  # an infinity is damage: NaN
-    y = hadamard(b_out, HEADS, DIM) * gl.convert_layout(b_sign, COLUMN)[None, :]
+    y = rotated(b_out, signs + DIM, HEADS, DIM) * gl.convert_layout(b_sign, COLUMN)[None, :]
     if UNCOMPRESSED:
         y += b_uncompressed * gl.convert_layout(inverse, ROW)[:, None]
     if VALUE_OFFSET:
-        b_offset = gl.load(value_offset + o_kv_head + o_column)
+        b_offset = load_coordinates(value_offset + o_kv_head, o_column, m_column, 0.0, DIM)
         y += gl.convert_layout(mass * inverse, ROW)[:, None] * b_offset
     o_out = gl.convert_layout(o_token * out_stride + head * DIM, ROW)[:, None]
     m_out = gl.convert_layout(m_row.to(gl.int32), ROW)[:, None] > 0
-    gl.store(out + o_out + o_column, y.to(out.dtype.element_ty), mask=m_out & (o_column >= 0))
+    gl.store(out + o_out + o_column, y.to(out.dtype.element_ty), mask=m_out & m_column)
     gl.store(lse_out + o_token * (kv_heads * GROUP) + head, (top + gl.log2(whole)) * 0.6931471805599453, mask=m_row)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.codes import LANE_LOAD
+from .shapes import order, padded
 
 # Weights of tokens t, t + 8 for head c are columns 2c, 2c + 1 of an 8×8 matrix with the tokens as rows; transposed,
 # lane 4g + c holds head g // 2 of tokens 2c, 2c + 1 of the half g % 2. $2: value scales in that order.
@@ -35,11 +36,59 @@ def hadamard(x, ROWS: gl.constexpr, DIM: gl.constexpr):
     ):  # the bits of the coordinate inside a lane; each round turns them by one
         a, b = gl.split(y.reshape([ROWS, 32, E // 2, 2]))
         y = gl.permute(gl.join(a + b, a - b), (0, 1, 3, 2)).reshape([ROWS, 32, E])
-    for bit in gl.static_range(5):
+    y = doubled(y, 0)
+    return gl.convert_layout(y.reshape([ROWS, DIM]), layout)
+
+
+@gluon.jit
+def doubled(y, FIRST: gl.constexpr):
+    """The stages of the Hadamard transform across lanes, from this bit of their number on."""
+    for bit in gl.static_range(FIRST, 5):
         one = gl.full([1, 1, 1], bit, gl.int32, y.type.layout)
         sign = gl.inline_asm_elementwise(_SIGN, "=r,r", [one], dtype=gl.float32, is_pure=True, pack=1)
         y = gl.inline_asm_elementwise(_butterfly(bit), "=r,r,r", [y, sign], dtype=gl.float32, is_pure=False, pack=1)
-    return gl.convert_layout(y.reshape([ROWS, DIM]), layout)
+    return y
+
+
+@gluon.constexpr_function
+def _from_lane(lane, lanes):
+    """What a lane of each run of so many lanes has."""
+    return f"shfl.sync.idx.b32 $0, $1, {lane}, {32 - lanes << 8 | 0x1F}, 0xffffffff;"
+
+
+@gluon.jit
+def rotated(x, matrix, ROWS: gl.constexpr, DIM: gl.constexpr):
+    """H x over rows x [ROWS, padded DIM], not scaled; H is doubled from a matrix of `order` m. Runs of m coordinates
+    are padded to a power of two. matrix: its columns, each padded so with zeros, float32."""
+    RUN: gl.constexpr = order(DIM)
+    if RUN == 1:
+        return hadamard(x, ROWS, DIM)
+    else:
+        PAD: gl.constexpr = padded(DIM) // (DIM // RUN)
+        E: gl.constexpr = padded(DIM) // 32
+        gl.static_assert(E == 4, "a lane has four coordinates")
+        layout: gl.constexpr = x.type.layout
+        d = gl.arange(0, padded(DIM), layout=gl.SliceLayout(0, layout))
+        even, odd = gl.split(x.reshape([ROWS, 32, 2, 2]))
+        x0, x2 = gl.split(even)
+        x1, x3 = gl.split(odd)
+        mine = (x0, x1, x2, x3)
+        y = gl.zeros([ROWS, padded(DIM)], gl.float32, layout)
+        for i in gl.static_range(RUN):
+            column = gl.load(matrix + i * PAD + d % PAD)
+            one = gl.inline_asm_elementwise(
+                _from_lane(i // E, PAD // E), "=r,r", [mine[i % E]], dtype=gl.float32, is_pure=False, pack=1
+            )
+            y += column[None, :] * spread(one, layout)
+        y = doubled(y.reshape([ROWS, 32, E]), (PAD // E - 1).bit_length())
+        return gl.convert_layout(y.reshape([ROWS, padded(DIM)]), layout)
+
+
+@gluon.jit
+def spread(x, layout: gl.constexpr):
+    """A number of each row and lane [ROWS, 32] for all four coordinates of the lane."""
+    two = gl.join(x, x)
+    return gl.convert_layout(gl.join(two, two).reshape([x.shape[0], 128]), layout)
 
 
 @gluon.jit
@@ -53,6 +102,14 @@ def lane_constant(table, row: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def transpose_weights(p, scale):
     return gl.inline_asm_elementwise(_TRANSPOSE, "=r,r,r", [p, scale], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def transpose_pairs(p):
+    """The same of weights that are multiplied already."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=gl.float16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit

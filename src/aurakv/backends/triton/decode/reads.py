@@ -107,6 +107,33 @@ def read_scales(at, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexp
 
 
 @gluon.constexpr_function
+def _wide_scales(tile, heads):
+    """$0 …: float32 scales of tokens 8j + g for lane 4g + c of 4 heads, of 8 heads those of 8j + 2c, 8j + 2c + 1."""
+    each = 1 if heads == 4 else 2
+    count = tile // 8 * each
+    lines = ["{ .reg .b32 a;", "mov.u32 a, %laneid;", "shr.u32 a, a, 2;" if heads == 4 else "and.b32 a, a, 3;"]
+    lines += [f"mad.lo.u32 a, a, {4 * each}, ${count};"]
+    for j in range(tile // 8):
+        names = f"${j}" if each == 1 else f"{{${2 * j}, ${2 * j + 1}}}"
+        lines.append(f"ld.shared.{'' if each == 1 else 'v2.'}b32 {names}, [a+{32 * j}];")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _wide_operands(count):
+    return ",".join(["=&r"] * count + ["r"] * count)
+
+
+@gluon.jit
+def read_wide_scales(at, LAYOUT: gl.constexpr, TILE: gl.constexpr, HEADS: gl.constexpr):
+    """float32 scales of a tile, as scores are laid out."""
+    COUNT: gl.constexpr = TILE // 8 if HEADS == 4 else TILE // 4
+    return gl.inline_asm_elementwise(
+        _wide_scales(TILE, HEADS), _wide_operands(COUNT), [gl.full([TILE], at, gl.int32, LAYOUT)],
+        dtype=gl.float32, is_pure=False, pack=COUNT)  # fmt: skip
+
+
+@gluon.constexpr_function
 def octet_layout(tile, n):
     """[octets of tokens, 8, 4, n]: lane 4g + c has [:, g, c, :]."""
     regs = [[0, 0, 0, 1 << i] for i in range((n - 1).bit_length())]
@@ -125,15 +152,21 @@ def octet_slice(tile, n, dim):
 
 
 @gluon.jit
-def lane_rows(tile, BLOCK: gl.constexpr, BITS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr):
-    """Where each lane has its words of the BLOCK-th 128 codes of each octet of tokens, N times: [octets, 8, 4, N]."""
-    ROW: gl.constexpr = DIM * BITS // 8
+def octets_of(first, SIZE: gl.constexpr, ROW: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr):
+    """Addresses of SIZE bytes of each lane in rows of ROW bytes, of each octet of tokens, N times: [octets, 8, 4, N].
+    first: that of lane 0."""
     octet = gl.arange(0, TILE // 8, layout=octet_slice(TILE, N, 0))
     g = gl.arange(0, 8, layout=octet_slice(TILE, N, 1))
     c = gl.arange(0, 4, layout=octet_slice(TILE, N, 2))
     n = gl.arange(0, N, layout=octet_slice(TILE, N, 3))
-    lane = tile + 16 * BITS * BLOCK + ROW * g[None, :, None, None] + 4 * BITS * c[None, None, :, None]
+    lane = first + ROW * g[None, :, None, None] + SIZE * c[None, None, :, None]
     return lane + (8 * ROW * octet[:, None, None, None] + 0 * n[None, None, None, :])
+
+
+@gluon.jit
+def lane_rows(tile, BLOCK: gl.constexpr, BITS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr):
+    """Where each lane has its words of the BLOCK-th 128 codes of each octet of tokens, N times: [octets, 8, 4, N]."""
+    return octets_of(tile + 16 * BITS * BLOCK, 4 * BITS, DIM * BITS // 8, TILE, N)
 
 
 @gluon.jit

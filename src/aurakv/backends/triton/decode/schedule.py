@@ -19,7 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from ..common.gluon_slots import table_entry
 from .lane_copies import copy_side_run, meet_lanes
-from .tile_ring import copy, copy_boxes, copy_side, flat, places
+from .shapes import flat
+from .tile_ring import copy, copy_boxes, copy_side, places
 
 
 class Scan(NamedTuple):
@@ -174,7 +175,8 @@ def look_up(cursor, table, width, pinned, SCAN: gl.constexpr):
 @gluon.jit
 def fetch(
     cursor, pages, slot, rows, ring, kv_heads, SLOT: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
-    BULK: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, DIM: gl.constexpr, SCAN: gl.constexpr,
+    BULK: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, KEY_SCALES: gl.constexpr,
+    VALUE_SCALES: gl.constexpr, DIM: gl.constexpr, SCAN: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of the tile under the cursor into a slot of the ring.
 
@@ -185,33 +187,35 @@ def fetch(
     codes, size, page_size, keys_at, values_at = rows
     box, rest, bar = places(ring, slot, SLOT, STAGES)
     if not BULK:
-        keys_in = rest if flat(KEY_BITS) else box
-        values_in = (rest if flat(VALUE_BITS) else box) + SLOT.values
+        keys_in = rest if flat(KEY_BITS, DIM) else box
+        values_in = (rest if flat(VALUE_BITS, DIM) else box) + SLOT.values
         PAGES: gl.constexpr = SCAN.pages
         RUN: gl.constexpr = TILE // PAGES
         meet_lanes()
         for i in gl.static_range(PAGES):
             start = codes + (pages[i] * kv_heads + head).to(gl.int64) * (size * 8)
             copy_side_run(
-                start + keys_at * 8, row, page_size, keys_in, rest + SLOT.key_scales, RUN, i, KEY_BITS, DIM, WHOLE
-            )
-            copy_side_run(
-                start + values_at * 8, row, page_size, values_in, rest + SLOT.value_scales, RUN, i, VALUE_BITS, DIM,
+                start + keys_at * 8, row, page_size, keys_in, rest + SLOT.key_scales, RUN, i, KEY_BITS, KEY_SCALES, DIM,
                 WHOLE)  # fmt: skip
+            copy_side_run(
+                start + values_at * 8, row, page_size, values_in, rest + SLOT.value_scales, RUN, i, VALUE_BITS,
+                VALUE_SCALES, DIM, WHOLE)  # fmt: skip
     else:
         piece = pages[0] * kv_heads + head
         if SLOT.box > 0:
             copy_boxes(piece, row, box, rest, bar, SLOT, KEY_BITS, VALUE_BITS, DIM, TILE)
-        if flat(KEY_BITS) or flat(VALUE_BITS):
+        if not SLOT.boxed:
             count = TILE if WHOLE else gl.minimum(TILE, page_size - row)
             start = codes + piece.to(gl.int64) * (size * 8)
             if SLOT.copies == 1:
                 copy(start, SLOT.rest, rest, bar)
             else:
-                copy_side(start + keys_at * 8, row, count, page_size, rest, rest + SLOT.key_scales, bar, KEY_BITS, DIM)
+                copy_side(
+                    start + keys_at * 8, row, count, page_size, rest, rest + SLOT.key_scales, bar, KEY_BITS, KEY_SCALES,
+                    DIM)  # fmt: skip
                 copy_side(
                     start + values_at * 8, row, count, page_size, rest + SLOT.values, rest + SLOT.value_scales, bar,
-                    VALUE_BITS, DIM)  # fmt: skip
+                    VALUE_BITS, VALUE_SCALES, DIM)  # fmt: skip
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 """Weights of a tile times the levels of values.
 
 A unit of 16 bits holds 16 / VALUE_BITS codes. One sum [units, 8], of 16 heads [units, 16], for each of them; `output`
-puts them together. Of flat rows there are eight such sums of 16 units for every 128 codes, of codes i and i + 8 of 16.
+puts them together. Of flat rows there are eight such sums of 16 units for every 128 codes, of codes i and i + 8 of 16;
+of pieces of 64 and 32 codes four of codes i and i + 4 of 8, two of codes i and i + 2 of 4.
 """
 
 # mypy: ignore-errors
@@ -25,29 +26,52 @@ from .codes import (
     value_levels_minifloat3,
     value_line,
 )
-from .primitives import half_pairs, larger, larger_size, times_constant, times_pairs, transpose_weights, where_seen
+from .pieces import first_of, halves, lane_of, piece_count, reach
+from .primitives import (
+    half_pairs,
+    larger,
+    larger_size,
+    times_constant,
+    times_pairs,
+    transpose_pairs,
+    transpose_weights,
+    where_seen,
+)
 from .reads import in_octets, lane_rows, read_values
-from .tile_ring import flat
+from .shapes import flat, in_pieces, padded
+from .tables import value_table2, value_table4
 
 MINIFLOAT = gl.constexpr(levels.MINIFLOAT)
 LINE = gl.constexpr(levels.LINE)
+AS_BITS = gl.constexpr(levels.BITS)
 POLY7 = gl.constexpr(levels.POLY7)
+TABLE = gl.constexpr(levels.TABLE)
+SMALL = gl.constexpr(2.0**-80)  # of a weight beside its product with a float32 scale
 
 
 @gluon.jit
-def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: gl.constexpr):
-    """Weights times value scales in float16, and for each lane the largest of both."""
+def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: gl.constexpr, WIDE: gl.constexpr):
+    """Weights times value scales in float16, and for each lane the largest of both. WIDE: scales of float32, one for
+    each token, which the weights are multiplied with before they are rounded; they may be larger themselves."""
+    if WIDE:
+        product = p * gl.expand_dims(scale, 1 if HEADS == 4 else 0)
+        if HIDE:
+            product = gl.where(p > 0.0, product, 0.0)  # a hidden key's scale may be NaN
+        p = p * SMALL
     if HEADS == 4:
         M: gl.constexpr = p.shape[0] // 16
-        p = gl.permute(p.reshape([M, 2, 4, 2, 4]), (0, 2, 3, 4, 1))
-        p = half_pairs(gl.convert_layout(p, WEIGHTS, assert_trivial=True))
-        w = transpose_weights(p, scale[:, None, :, :, :])
+        p = in_fours(p, WEIGHTS)
+        w = transpose_pairs(in_fours(product, WEIGHTS)) if WIDE else transpose_weights(p, scale[:, None, :, :, :])
         top = gl.permute(larger_size(w, p), (1, 2, 3, 0, 4)).reshape([32, M, 2])  # [lane, register, pair]
     else:
-        p = half_pairs(p)
-        w = times_pairs(p, scale[None, :])
-        if HIDE:
-            w = where_seen(w, p)
+        if WIDE:
+            w = half_pairs(product)
+            p = half_pairs(p)
+        else:
+            p = half_pairs(p)
+            w = times_pairs(p, scale[None, :])
+            if HIDE:
+                w = where_seen(w, p)
         N: gl.constexpr = p.shape[1] // 8
         top = gl.permute(larger_size(w, p).reshape([HEADS // 8, 8, N, 4, 2]), (1, 3, 0, 2, 4))
         top = top.reshape([32, HEADS // 8 * N, 2])
@@ -59,12 +83,24 @@ def scaled_weights(p, scale, HEADS: gl.constexpr, WEIGHTS: gl.constexpr, HIDE: g
 
 
 @gluon.jit
-def empty_sums(BITS: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
-    """One sum for each code of a unit, and for 2 bits the sum of the weights."""
-    COUNT: gl.constexpr = 9 if BITS == 2 else DIM // 16 if flat(BITS) else 16 // BITS
-    ROWS: gl.constexpr = 16 if flat(BITS) else DIM * BITS // 16
+def in_fours(p, WEIGHTS: gl.constexpr):
+    """Weights of 4 heads [tokens, 4] in float16, as `transpose_weights` takes them."""
+    p = gl.permute(p.reshape([p.shape[0] // 16, 2, 4, 2, 4]), (0, 2, 3, 4, 1))
+    return half_pairs(gl.convert_layout(p, WEIGHTS, assert_trivial=True))
+
+
+@gluon.constexpr_function
+def _count(bits, kind, dim):
+    """Sums: one for each code of a unit, and for 2 bits as bits that of the weights; of flat rows one for each 16
+    coordinates."""
+    return reach(dim) // 16 if flat(bits, dim) else 9 if kind in (AS_BITS.value, LINE.value) else 16 // bits
+
+
+@gluon.jit
+def empty_sums(BITS: gl.constexpr, LEVELS: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr, mma: gl.constexpr):
+    ROWS: gl.constexpr = 16 if flat(BITS, DIM) else DIM * BITS // 16
     sums = ()
-    for _ in gl.static_range(COUNT):
+    for _ in gl.static_range(_count(BITS, LEVELS, DIM)):
         sums = sums + (gl.zeros([ROWS, max(8, HEADS)], gl.float32, mma),)  # noqa: RUF005
     return sums
 
@@ -78,14 +114,23 @@ def times(sums, columns):
 
 
 @gluon.jit
-def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, mma: gl.constexpr):
+def add_values(at, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, DIM: gl.constexpr, mma: gl.constexpr):
     """Add weights [tokens, 8 or 16] times the levels of the values at an address."""
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
-    if not flat(BITS):
+    if not flat(BITS, DIM):
         U: gl.constexpr = sums[0].shape[0]
         values = gl.convert_layout(read_values(at, w.shape[0], U), A, assert_trivial=True)
-    if flat(BITS):
-        return add_flat_values(at, w, sums, constants, BITS, LEVELS, A)
+    if flat(BITS, DIM):
+        if in_pieces(BITS, DIM) or LEVELS == TABLE:
+            return add_pieces(at, w, sums, constants, BITS, LEVELS, DIM, A)
+        else:
+            return add_flat_values(at, w, sums, constants, BITS, LEVELS, A)
+    elif LEVELS == TABLE:
+        planes = value_table2(values, constants) if BITS == 2 else value_table4(values, constants)
+        new = ()
+        for i in gl.static_range(16 // BITS):
+            new = new + (mma_v2(planes[i], w, sums[i]),)  # noqa: RUF005
+        return new
     elif BITS == 2:
         ones = gl.full(values.shape, 1.0, gl.float16, A)
         new = ()
@@ -141,6 +186,17 @@ def add_flat_values(tile, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.con
 
 
 @gluon.jit
+def add_pieces(tile, w, sums, constants, BITS: gl.constexpr, LEVELS: gl.constexpr, DIM: gl.constexpr, A: gl.constexpr):
+    new = ()
+    for n in gl.static_range(piece_count(DIM)):
+        planes = halves(tile, constants, n, BITS, LEVELS, DIM, w.shape[0], True)
+        for i in gl.static_range(lane_of(DIM, n) // 4):
+            both = side_by_side(planes[i], planes[i + lane_of(DIM, n) // 4], A)
+            new = new + (mma_v2(both, w, sums[first_of(DIM, n) // 16 + i]),)  # noqa: RUF005
+    return new
+
+
+@gluon.jit
 def side_by_side(a, b, layout: gl.constexpr):
     """Coordinates g and 8 + g of tokens [octets, g, 4, 2] as an operand of 16 rows."""
     both = gl.permute(gl.join(a, b), (4, 1, 0, 2, 3)).reshape([16, 8 * a.shape[0]])
@@ -155,17 +211,33 @@ def eighths(s0, s1, s2, s3, s4, s5, s6, s7):
     return gl.join(a, b).reshape([s0.shape[0], s0.shape[1], 8])
 
 
+@gluon.constexpr_function
+def parts_of(bits, dim):
+    """Parts of the results that are stored at once: each piece of a row, or all."""
+    return piece_count(dim) if in_pieces(bits, dim) else 1
+
+
 @gluon.jit
-def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
-    """The sums as [units, HEADS, codes of a unit], see `coordinates`. shift: what the sum of the weights is to be
-    multiplied by."""
+def output(
+    sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr, LEVELS: gl.constexpr, DIM: gl.constexpr, PART: gl.constexpr
+):
+    """The sums of a part as [units, HEADS, codes of a unit], see `coordinates`. shift: what the sum of the weights is
+    to be multiplied by."""
     U: gl.constexpr = sums[0].shape[0]
-    if BITS == 8:
+    FIRST: gl.constexpr = first_of(DIM, PART) // 16
+    COUNT: gl.constexpr = lane_of(DIM, PART) // 4 if in_pieces(BITS, DIM) else 0
+    if COUNT == 2:
+        out = gl.join(sums[FIRST], sums[FIRST + 1])
+    elif COUNT == 4:
+        out = fourths(sums[FIRST], sums[FIRST + 1], sums[FIRST + 2], sums[FIRST + 3])
+    elif COUNT == 8:
+        out = eighths(sums[FIRST], sums[FIRST + 1], sums[FIRST + 2], sums[FIRST + 3], sums[FIRST + 4], sums[FIRST + 5],
+                      sums[FIRST + 6], sums[FIRST + 7])  # fmt: skip
+    elif BITS == 8:
         out = gl.join(sums[0], sums[1])
     elif BITS == 4:
-        out = gl.join(gl.join(sums[0], sums[1]), gl.join(sums[2], sums[3]))
-        out = gl.permute(out, (0, 1, 3, 2)).reshape([U, sums[0].shape[1], 4])
-    elif flat(BITS):
+        out = fourths(sums[0], sums[1], sums[2], sums[3])
+    elif flat(BITS, DIM) or LEVELS == TABLE:
         out = eighths(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7])
         if len(sums) == 16:
             more = eighths(sums[8], sums[9], sums[10], sums[11], sums[12], sums[13], sums[14], sums[15])
@@ -180,9 +252,31 @@ def output(sums, shift, HEADS: gl.constexpr, BITS: gl.constexpr):
 
 
 @gluon.jit
-def coordinates(u, e, BITS: gl.constexpr, CODES: gl.constexpr):
+def store_part(to, result, factor, BITS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PART: gl.constexpr):
+    """Results of `output` times a factor of each head to [ROWS, DIM]."""
+    OUT: gl.constexpr = result.type.layout
+    h = gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
+    u = gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
+    e = gl.arange(0, result.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
+    d = coordinates(u, e, BITS, result.shape[2], DIM, PART)
+    inside = (d < DIM) if padded(DIM) > DIM else (d >= 0)
+    factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
+    gl.store(to + h * DIM + d, result * factor, mask=(h < ROWS) & inside)
+
+
+@gluon.jit
+def fourths(s0, s1, s2, s3):
+    """Four tensors side by side in a new last dimension, in order."""
+    out = gl.join(gl.join(s0, s1), gl.join(s2, s3))
+    return gl.permute(out, (0, 1, 3, 2)).reshape([s0.shape[0], s0.shape[1], 4])
+
+
+@gluon.jit
+def coordinates(u, e, BITS: gl.constexpr, CODES: gl.constexpr, DIM: gl.constexpr, PART: gl.constexpr):
     """Of code e of unit u of `output`, which has CODES a unit."""
-    if flat(BITS):
+    if in_pieces(BITS, DIM):
+        return first_of(DIM, PART) + (u % 8) * (2 * CODES) + (u // 8) * CODES + e
+    elif flat(BITS, DIM):
         BLOCKS: gl.constexpr = CODES // 8
         return e % BLOCKS * 128 + (u % 8) * 16 + (u // 8) * 8 + e // BLOCKS
     else:

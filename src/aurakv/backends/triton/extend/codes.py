@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ..decode.codes import BYTE_REGISTERS, byte_levels, row_levels
 from ..decode.levels import MINIFLOAT_TAIL, half2
-from ..decode.tile_ring import flat
+from ..decode.shapes import flat
 
 
 def key_asm(integers: list[int], bits: int) -> str:
@@ -138,8 +138,19 @@ def codes_layout(keys, lanes, words):
 
 
 @gluon.jit
-def load_codes(words, at, KEYS: gl.constexpr, LANES: gl.constexpr, BITS: gl.constexpr):
-    """Rows of codes, KEYS · LANES · BITS words from `at` (a multiple of 4) on, for `to_nibbles` or `wide_tile`."""
+def load_rows(p, i_row, left, WHOLE: gl.constexpr):
+    """Words of rows of a tile, of which memory has `left`; WHOLE: all."""
+    if WHOLE:
+        return gl.load(p)
+    else:
+        return gl.load(p, mask=(i_row < left)[:, None])
+
+
+@gluon.jit
+def load_codes(words, at, left, KEYS: gl.constexpr, LANES: gl.constexpr, BITS: gl.constexpr, WHOLE: gl.constexpr):
+    """Rows of codes, KEYS · LANES · BITS words from `at` (a multiple of 4) on, for `to_nibbles` or `wide_tile`.
+
+    left: how many rows memory has there; WHOLE: all."""
     if flat(BITS):
         layout: gl.constexpr = codes_layout(KEYS, LANES, 1)
         i_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
@@ -147,13 +158,14 @@ def load_codes(words, at, KEYS: gl.constexpr, LANES: gl.constexpr, BITS: gl.cons
         p = words + at + (i_row * (LANES * BITS))[:, None] + (i_lane * BITS)[None, :]
         found = ()
         for i in gl.static_range(BITS):
-            found = found + (gl.load(p + i),)  # noqa: RUF005
+            found = found + (load_rows(p + i, i_row, left, WHOLE),)  # noqa: RUF005
         return found
     else:
         layout: gl.constexpr = codes_layout(KEYS, LANES, BITS)
         i_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
         i_word = gl.arange(0, LANES * BITS, layout=gl.SliceLayout(0, layout))
-        return (gl.load(words + at + (i_row * (LANES * BITS))[:, None] + i_word[None, :]),)
+        p = words + at + (i_row * (LANES * BITS))[:, None] + i_word[None, :]
+        return (load_rows(p, i_row, left, WHOLE),)
 
 
 @gluon.jit

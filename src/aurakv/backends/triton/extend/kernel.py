@@ -40,6 +40,7 @@ from .tiles import (
     find_piece,
     keys_read,
     keys_there,
+    load_scales,
     phase,
     tile_start,
     values_read,
@@ -147,8 +148,9 @@ def find_damage(i, damaged, bad, halves, place, at, tiles, rule,
     if MASKED:
         if bad > 0:
             seen, t = seen_keys(i, tiles, rule, COLUMN, KEYS, MASK)
-            piece, row = find_piece(place, find_page(place, t, CODES), t, at[0], CODES)
-            size = gl.load(halves + ((piece + at[4]) // 2 + row) + gl.arange(0, KEYS, layout=COLUMN)).to(gl.float32)
+            piece, row, left = find_piece(place, find_page(place, t, CODES), t, at[0], CODES)
+            p_scale = halves + ((piece + at[4]) // 2 + row)
+            size = load_scales(p_scale, gl.arange(0, KEYS, layout=COLUMN), left, CODES[0] > 0).to(gl.float32)
             wrong = ~(gl.abs(size) < float("inf"))
             damaged = gl.maximum(damaged, gl.max((seen & wrong[None, :]).to(gl.int32), 1))
     else:
@@ -379,7 +381,7 @@ def extend_kernel(
     fence_async_shared()
     meet()
 
-    place = (table, i_seq, i_head, kv_heads, pages, width, pinned)
+    place = (table, i_seq, i_head, kv_heads, pages, width, pinned, capacity)
     at = (page_bytes, key_codes, key_scales, value_codes, value_scales)
     tiles = (whole - i_tile, edge - whole, last_tile - i_tile, i_tile, a_tiles, a_base, b_base)
     rule = (window, sinks, first, recent, a_start, a_stop, b_start, b_stop)

@@ -1,7 +1,8 @@
 """Decoded tiles of the extend kernel: their slots and barriers, and the warp groups that fill them.
 
 A tile is KEYS keys or values. tiles: those before the ones that all rows see whole, these, all, the first; tiles of
-span a, the first keys of the spans. place: table, sequence, head, KV heads, pages, width of the table, pinned pages.
+span a, the first keys of the spans. place: table, sequence, head, KV heads, pages, width of the table, pinned
+pages, tokens that a sequence has room for.
 at: bytes of a page, where codes and scales of keys and of values begin in it. shared: keys, values, scales of keys,
 notes about values, barriers. CODES: tokens a page (0 for one page a sequence), whether pages wrap, KEYS, lanes of a row
 (32 codes each), bits of keys and of values. KEY, VALUE: bits, PTX.
@@ -64,7 +65,7 @@ def tile_start(i, tiles, KEYS: gl.constexpr):
 def find_page(place, t, CODES: gl.constexpr):
     """The page that holds key t."""
     PAGE: gl.constexpr = CODES[0]  # 0: one page a sequence
-    table, i_seq, _, _, _, width, pinned = place
+    table, i_seq, _, _, _, width, pinned, _ = place
     entry = t * 0
     if PAGE > 0:
         page = t // PAGE
@@ -76,37 +77,48 @@ def find_page(place, t, CODES: gl.constexpr):
 
 @gluon.jit
 def find_piece(place, page, t, page_bytes, CODES: gl.constexpr):
-    """Byte offset of a head's piece of the page that holds key t, and the key's row in it."""
+    """Byte offset of a head's piece of the page that holds key t, the key's row in it, and how many rows follow where
+    it is the only one: other pages have whole tiles."""
     PAGE: gl.constexpr = CODES[0]
-    _, _, i_head, kv_heads, pages, _, _ = place
+    _, _, i_head, kv_heads, pages, _, _, capacity = place
     row = t
     if PAGE > 0:
         row = t % PAGE
     page = gl.minimum(gl.maximum(page, 0), pages - 1)
-    return (page.to(gl.int64) * kv_heads + i_head) * page_bytes, row
+    return (page.to(gl.int64) * kv_heads + i_head) * page_bytes, row, capacity - t
+
+
+@gluon.jit
+def load_scales(p_scale, o_row, left, WHOLE: gl.constexpr):
+    """Of rows of a tile, of which memory has `left`; WHOLE: all."""
+    if WHOLE:
+        return gl.load(p_scale + o_row)
+    else:
+        return gl.load(p_scale + o_row, mask=o_row < left)
 
 
 @gluon.jit
 def load_codes_of(words, halves, place, side, tiles, i, page, BITS: gl.constexpr, CODES: gl.constexpr):
-    """Codes of the keys or values of the i-th tile, which lies in `page`; where their scales lie; the next tile's page.
+    """Codes of the keys or values of the i-th tile, which lies in `page`; where their scales lie; how many rows
+    memory has there, see `find_piece`; the next tile's page.
 
     side: bytes of a page, where codes and scales begin in it."""
     KEYS: gl.constexpr = CODES[2]
     LANES: gl.constexpr = CODES[3]
     page_bytes, codes, scales = side
-    piece, row = find_piece(place, page, tile_start(i, tiles, KEYS), page_bytes, CODES)
+    piece, row, left = find_piece(place, page, tile_start(i, tiles, KEYS), page_bytes, CODES)
     next_page = find_page(place, tile_start(i + 1, tiles, KEYS), CODES)
     codes_at = gl.multiple_of((piece + codes) // 4 + row * (LANES * BITS), 4)
     p_scale = halves + ((piece + scales) // 2 + row)
-    return load_codes(words, codes_at, KEYS, LANES, BITS), p_scale, next_page
+    return load_codes(words, codes_at, left, KEYS, LANES, BITS, CODES[0] > 0), p_scale, left, next_page
 
 
 @gluon.jit
 def load_keys(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
     """What is read of the keys of the i-th tile, which lies in `page`: codes and scales; and the next tile's page."""
-    codes, p_scale, page = load_codes_of(words, halves, place, at[:3], tiles, i, page, CODES[4], CODES)
+    codes, p_scale, left, page = load_codes_of(words, halves, place, at[:3], tiles, i, page, CODES[4], CODES)
     o_key = gl.arange(0, CODES[2], layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return codes, gl.load(p_scale + o_key), page
+    return codes, load_scales(p_scale, o_key, left, CODES[0] > 0), page
 
 
 @gluon.jit
@@ -114,10 +126,11 @@ def load_values(words, halves, place, at, tiles, i, page, CODES: gl.constexpr):
     """Like `load_keys`: codes, scales by row of the decoder and by lane of every warp, the next tile's page."""
     KEYS: gl.constexpr = CODES[2]
     side = (at[0], at[3], at[4])
-    codes, p_scale, page = load_codes_of(words, halves, place, side, tiles, i, page, CODES[5], CODES)
+    codes, p_scale, left, page = load_codes_of(words, halves, place, side, tiles, i, page, CODES[5], CODES)
     o_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, codes_layout(KEYS, CODES[3], 1)))
     o_lane = gl.arange(0, KEYS, layout=gl.BlockedLayout([KEYS // 32], [32], [4], [0]))
-    return codes, gl.load(p_scale + o_row), gl.load(p_scale + o_lane), page
+    row_scale = load_scales(p_scale, o_row, left, CODES[0] > 0)
+    return codes, row_scale, load_scales(p_scale, o_lane, left, CODES[0] > 0), page
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ from .kernel import (
     tiles_of,
     whole_tiles,
 )
-from .tiles import LEAST_EXPONENT, find_page, find_piece, store_keys, store_values, tile_start
+from .tiles import LEAST_EXPONENT, find_page, find_piece, load_scales, store_keys, store_values, tile_start
 
 
 @gluon.jit
@@ -100,9 +100,13 @@ def rescale(acc, factor):
 
 
 @gluon.jit
-def load_side(words, codes, p_scale, row, KEYS: gl.constexpr, LANES: gl.constexpr, BITS: gl.constexpr):
-    """Codes of a tile, of which those of its page begin at word `codes`, and where its scales are."""
-    return load_codes(words, gl.multiple_of(codes + row * (LANES * BITS), 4), KEYS, LANES, BITS), p_scale + row
+def load_side(words, codes, p_scale, row, left, BITS: gl.constexpr, CODES: gl.constexpr):
+    """Codes of a tile, of which those of its page begin at word `codes`, and where its scales are. left: see
+    `find_piece`."""
+    KEYS: gl.constexpr = CODES[2]
+    LANES: gl.constexpr = CODES[3]
+    codes_at = gl.multiple_of(codes + row * (LANES * BITS), 4)
+    return load_codes(words, codes_at, left, KEYS, LANES, BITS, CODES[0] > 0), p_scale + row
 
 
 @gluon.jit
@@ -112,16 +116,19 @@ def load_tile(words, halves, place, at, t, page, CODES: gl.constexpr):
     KEYS: gl.constexpr = CODES[2]
     LANES: gl.constexpr = CODES[3]
     page_bytes, key_codes, key_scales, value_codes, value_scales = at
-    piece, row = find_piece(place, page, t, page_bytes, CODES)
+    piece, row, left = find_piece(place, page, t, page_bytes, CODES)
     keys, p_key = load_side(
-        words, (piece + key_codes) // 4, halves + (piece + key_scales) // 2, row, KEYS, LANES, CODES[4]
+        words, (piece + key_codes) // 4, halves + (piece + key_scales) // 2, row, left, CODES[4], CODES
     )
     values, p_value = load_side(
-        words, (piece + value_codes) // 4, halves + (piece + value_scales) // 2, row, KEYS, LANES, CODES[5]
+        words, (piece + value_codes) // 4, halves + (piece + value_scales) // 2, row, left, CODES[5], CODES
     )
-    key_scale = gl.load(p_key + gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    row_scale = gl.load(p_value + gl.arange(0, KEYS, layout=gl.SliceLayout(1, codes_layout(KEYS, LANES, 1))))
-    lane_scale = gl.load(p_value + gl.arange(0, KEYS, layout=gl.BlockedLayout([KEYS // 32], [32], [4], [0])))
+    o_key = gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    o_row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, codes_layout(KEYS, LANES, 1)))
+    o_lane = gl.arange(0, KEYS, layout=gl.BlockedLayout([KEYS // 32], [32], [4], [0]))
+    WHOLE: gl.constexpr = CODES[0] > 0
+    key_scale, row_scale = load_scales(p_key, o_key, left, WHOLE), load_scales(p_value, o_row, left, WHOLE)
+    lane_scale = load_scales(p_value, o_lane, left, WHOLE)
     return keys, key_scale, values, row_scale, lane_scale
 
 
@@ -259,7 +266,7 @@ def extend_warps_kernel(
     b_values = reinterpret(s_values, gl.float16, [KEYS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
     shared = (s_keys, b_keys, s_values, b_values, s_scales)
 
-    place = (table, i_seq, i_head, kv_heads, pages, width, pinned)
+    place = (table, i_seq, i_head, kv_heads, pages, width, pinned, capacity)
     at = (page_bytes, key_codes, key_scales, value_codes, value_scales)
     tiles = (whole - i_tile, edge - whole, last_tile - i_tile, i_tile, a_tiles, a_base, b_base)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
