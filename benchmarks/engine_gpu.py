@@ -1,17 +1,18 @@
 """vLLM with its own cache and with ours, through the engine: decode steps, prefill, tokens that fit, tokens a second.
 
-    python benchmarks/engine_gpu.py MODEL --caches bf16,fp8,k4v4 --tokens 8192 --batches 1,32,96 --json engine.json
-    python benchmarks/engine_gpu.py MODEL --caches k4v4 --batches 1,8,32,64,128,256,fit --json engine.json
+    python benchmarks/engine_gpu.py MODEL --json engine.json --seconds 570       # again, until it has nothing to do
     python benchmarks/engine_gpu_plot.py engine.json engine.png
 
 MODEL is a folder; --dummy gives it random weights, so that a config.json is enough. A cache is `bf16`, a
---kv-cache-dtype of vLLM, or a format or policy of aurakv. Each runs in a process of its own, and every number is saved
-as soon as it is there: a run that was cut goes on where it ended, --again measures anew.
+--kv-cache-dtype of vLLM, a format or policy of aurakv, or `mixed`: a policy of k8v4 in the first and last two layers
+and k4v4 in the others. Each runs in a process of its own, and every number is saved as soon as it is there. A run that
+was cut goes on where it ended; a cache that failed is not tried again. --again measures anew.
 
-Prompts of random tokens stay in the prefix cache; a step is (time for 1 + K tokens − time for 1) / K, the best of two
-each. `fits` is how many sequences of prompt and K tokens the memory holds: the batch `fit` is that many, larger batches
-are left out. `prefill_s` is the time of four new prompts, twice; `first_s` that of the first prompt of all, and of a
-second one.
+A piece of work is SEQUENCESxTOKENS. Prompts of random tokens stay in the prefix cache; a step is (time for 1 + K
+tokens − time for 1) / K, the best of two each. The work `fitxTOKENS`, which the caches of --fit get besides, is as many
+sequences as memory holds. For each length of prompts there is the time of four new ones, twice where there are so many
+(`prefill_s`). `first_s` is the time of the first prompt of all, and of a second one; `compiled` the Triton kernels that
+were compiled after the start, while requests ran.
 """
 
 from __future__ import annotations
@@ -22,83 +23,109 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 NEW = 64  # tokens of a generation, K
+PREFILL = 4  # new prompts
 STOCK = ("bf16", "fp8", "turboquant_4bit_nc", "turboquant_3bit_nc", "int8_per_token_head", "int4_per_token_head")
-CACHES = "bf16,fp8,turboquant_4bit_nc,k8v8,k8v4,k5v4,k4v4,k3v3,k2v2"
+CACHES = "bf16,k4v4,fp8,turboquant_4bit_nc,k8v8,k8v4,k5v4,k3v3,k2v2,mixed"
+WORK = "1x8192,32x8192,8x32768,96x8192"
 FIT = "fit"  # the largest batch
-KEY = ("model", "cache", "tokens", "memory", "block_size")
+KEY = ("model", "cache", "memory", "block_size")
+START = 150  # seconds that must be left for a cache to begin with
 _MARK = "PART "  # of lines by which a child process reports
 
 
-def options_of(cache: str) -> dict[str, Any]:
+def options_of(cache: str, model: Path) -> dict[str, Any]:
     if cache == "bf16":
         return {}
+    if cache == "mixed":
+        cache = mixed_policy(model)
     return {"kv_cache_dtype": cache} if cache in STOCK else {"additional_config": {"aurakv": cache}}
+
+
+def mixed_policy(model: Path) -> str:
+    from aurakv.calibration.policy import LayerPolicy, Policy
+
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    formats = ["k8v4" if i < 2 or i >= layers - 2 else "k4v4" for i in range(layers)]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    policy = Policy(config.get("num_key_value_heads", heads), dim, tuple(map(LayerPolicy, formats)))
+    file = Path(tempfile.mkdtemp()) / "mixed.json"
+    policy.save(file)
+    return str(file)
 
 
 def row_of(args: argparse.Namespace, cache: str) -> dict[str, Any]:
     """What tells one row from another."""
     memory = args.memory if args.cache_bytes is None else args.cache_bytes
     name = Path(cache).stem if cache.endswith(".json") else cache
-    return dict(zip(KEY, (Path(args.model).name, name, args.tokens, memory, args.block_size), strict=True))
+    return dict(zip(KEY, (args.model.resolve().name, name, memory, args.block_size), strict=True))
 
 
-def missing(row: dict[str, Any], batches: list[str], most: int) -> list[str]:
-    """Batches that were not measured and fit, as far as that is known."""
-    steps, fits = row.get("steps", {}), row.get("fits")
-    if fits is None:
-        return batches
-    most = max([most, *(int(batch) for batch in batches if batch != FIT)])
-    named = dict.fromkeys(min(fits, most) if batch == FIT else int(batch) for batch in batches)
-    return [str(batch) for batch in named if batch <= fits and str(batch) not in steps]
+def work_of(args: argparse.Namespace, cache: str) -> list[str]:
+    found = args.work.split(",")
+    if cache in args.fit.split(","):
+        found.append(f"{FIT}x{min(int(each.split('x')[1]) for each in found)}")
+    return found
+
+
+def missing(row: dict[str, Any], work: list[str], most: int) -> list[str]:
+    """What was not measured and fits, as far as that is known. The largest batch keeps its name: it has the most
+    sequences that the engine is started with."""
+    left = []
+    for each in work:
+        count, tokens = each.split("x")
+        fits = row.get("fits", {}).get(tokens)
+        number = most if count == FIT else int(count)
+        known = f"{min(number, fits)}x{tokens}" if fits is not None and count == FIT else each
+        if known not in row.get("steps", {}) and (fits is None or count == FIT or number <= fits):
+            left.append(each)
+    return left
 
 
 # one cache, in this process
 
 
-def measure(args: argparse.Namespace, cache: str, batches: list[str], report: Any) -> None:
+def measure(args: argparse.Namespace, cache: str, work: list[str], report: Any) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # which would be compiled
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     import vllm
 
-    most = max([args.most if FIT in batches else 8, *(int(batch) for batch in batches if batch != FIT)])
+    lengths = sorted({int(each.split("x")[1]) for each in args.work.split(",")})
+    counts = [each.split("x")[0] for each in work_of(args, cache)]
+    most = max([PREFILL, *(args.most if count == FIT else int(count) for count in counts)])
+    given = {"gpu_memory_utilization": args.memory, "kv_cache_memory_bytes": args.cache_bytes}
+    given |= {"block_size": args.block_size, "enforce_eager": args.eager or None}
     start = time.perf_counter()
     llm = vllm.LLM(
-        model=args.model,
+        model=str(args.model),
         load_format="dummy" if args.dummy else "auto",
         skip_tokenizer_init=True,
         dtype=args.dtype,
-        max_model_len=args.tokens + NEW + 80,
+        max_model_len=lengths[-1] + NEW + 80,
         max_num_seqs=most,
         max_num_batched_tokens=args.chunk,
         enable_prefix_caching=True,
-        **{
-            name: value
-            for name, value in (
-                ("gpu_memory_utilization", args.memory),
-                ("kv_cache_memory_bytes", args.cache_bytes),
-                ("block_size", args.block_size),
-                ("enforce_eager", args.eager or None),
-            )
-            if value is not None
-        },
-        **options_of(cache),
+        **{name: value for name, value in given.items() if value is not None},
+        **options_of(cache, args.model),
     )
+    compiled = watch_compiler()
     config = llm.llm_engine.vllm_config
     block = config.cache_config.block_size
     blocks = (config.cache_config.num_gpu_blocks or 0) - 1  # vLLM keeps one free
-    fits = min(most, blocks // -(-(args.tokens + NEW + 1) // block))
+    fits = {tokens: blocks // -(-(tokens + NEW + 1) // block) for tokens in lengths}
     report(
         {
             "load_s": round(time.perf_counter() - start, 1),
             "capacity_tokens": blocks * block,
-            "fits": blocks // -(-(args.tokens + NEW + 1) // block),
+            "fits": {str(tokens): count for tokens, count in fits.items()},
             "block": block,
             "graphs": str(config.compilation_config.cudagraph_mode),
             "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
@@ -107,9 +134,9 @@ def measure(args: argparse.Namespace, cache: str, batches: list[str], report: An
     )
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
-    def prompts(count: int, seed: int) -> list[dict[str, list[int]]]:
-        draw = random.Random(seed)
-        return [{"prompt_token_ids": draw.choices(range(vocabulary), k=args.tokens)} for _ in range(count)]
+    def prompt(tokens: int, seed: int) -> dict[str, list[int]]:
+        draw = random.Random(seed * 1_000_003 + tokens)
+        return {"prompt_token_ids": draw.choices(range(vocabulary), k=tokens)}
 
     def generate(batch: list[dict[str, list[int]]], new: int) -> tuple[float, list[list[int]]]:
         params = vllm.SamplingParams(max_tokens=new, ignore_eos=True, temperature=0, detokenize=False)
@@ -117,24 +144,58 @@ def measure(args: argparse.Namespace, cache: str, batches: list[str], report: An
         done = llm.generate(batch, params, use_tqdm=False)
         return time.perf_counter() - begin, [list(each.outputs[0].token_ids) for each in done]
 
-    first = [round(generate(prompts(1, seed), 1)[0], 4) for seed in (7, 8)]
-    prefill = [round(generate(prompts(min(4, fits), seed), 1)[0], 4) for seed in (5, 6)]
-    report({"first_s": first, "prefill_s": prefill})
-    batch = prompts(max([0, *(fits if each == FIT else int(each) for each in batches)]), 1)
-    for count in dict.fromkeys(fits if each == FIT else int(each) for each in batches):
-        if count > fits:
-            continue
-        generate(batch[:count], 1)  # what is new of it is read here
-        said = generate(batch[:count], 1 + NEW)[1]
-        one = min(generate(batch[:count], 1)[0] for _ in range(2))
-        runs = [generate(batch[:count], 1 + NEW) for _ in range(2)]
-        taken = min(seconds for seconds, _ in runs) - one
-        step = {
-            "ms": round(taken / NEW * 1e3, 3),
-            "tokens_per_s": round(count * NEW / taken, 1),
-            "repeats": all(again == said for _, again in runs),
-        }
-        report({"steps": {str(count): step}})
+    first = [round(generate([prompt(lengths[0], seed)], 1)[0], 4) for seed in (-1, -2)]
+    report({"first_s": first, "compiled": list(compiled)})
+    read: dict[int, int] = {}  # prompts that the engine knows, by length
+
+    def prompts(tokens: int, count: int) -> list[dict[str, list[int]]]:
+        """Prompts that the engine has read; how long that takes for the first ones is reported."""
+        batch = [prompt(tokens, seed) for seed in range(count)]
+        times = []
+        while (known := read.get(tokens, 0)) < count:
+            few = PREFILL if known < 2 * PREFILL else count
+            times.append((generate(batch[known : known + few], 1)[0], min(few, count - known)))
+            read[tokens] = min(count, known + few)
+        whole = [round(seconds, 4) for seconds, number in times[:2] if number == PREFILL]
+        if whole:
+            report({"prefill_s": {str(tokens): whole}})
+        return batch
+
+    # by length, for prompts of one may take the memory of another's; the largest batch is last, it takes longest
+    for name, of in sorted((each.split("x") for each in work), key=lambda each: (each[0] == FIT, int(each[1]))):
+        tokens = int(of)
+        count = min(most, fits[tokens]) if name == FIT else int(name)
+        if 0 < count <= fits[tokens]:
+            batch = prompts(tokens, max(count, min(2 * PREFILL, fits[tokens])))[:count]
+            generate(batch, 1)  # what was lost meanwhile is read again
+            said = generate(batch, 1 + NEW)[1]
+            one = min(generate(batch, 1)[0] for _ in range(2))
+            runs = [generate(batch, 1 + NEW) for _ in range(2)]
+            taken = min(seconds for seconds, _ in runs) - one
+            step = {
+                "ms": round(taken / NEW * 1e3, 3),
+                "tokens_per_s": round(count * NEW / taken, 1),
+                "repeats": all(again == said for _, again in runs),
+            }
+            report({"steps": {f"{count}x{tokens}": step}, "compiled": list(compiled)})
+    report({"done": True})
+
+
+def watch_compiler() -> list[str]:
+    """Names of Triton kernels that are compiled from now on."""
+    names: list[str] = []
+    try:
+        from triton import knobs
+    except ImportError:  # on a CPU
+        return names
+    before = knobs.runtime.jit_post_compile_hook
+
+    def note(**found: Any) -> Any:
+        names.append(getattr(found.get("fn"), "name", "?"))
+        return None if before is None else before(**found)
+
+    knobs.runtime.jit_post_compile_hook = note
+    return names
 
 
 # all of them
@@ -143,9 +204,10 @@ def measure(args: argparse.Namespace, cache: str, batches: list[str], report: An
 def main() -> None:
     args = parsed()
     if args.one is not None:
-        cache, batches = json.loads(args.one)
-        measure(args, cache, batches, lambda part: print(_MARK + json.dumps(part), flush=True))
+        cache, work = json.loads(args.one)
+        measure(args, cache, work, lambda part: print(_MARK + json.dumps(part), flush=True))
         return
+    end = time.monotonic() + args.seconds
     rows: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text("utf-8"))["rows"]
@@ -154,47 +216,89 @@ def main() -> None:
         known = next((row for row in rows if {name: row.get(name) for name in KEY} == key), None)
         row = known if known is not None and not args.again else dict(key)
         rows = [*(other for other in rows if other is not known), row]
-        wanted = missing(row, args.batches.split(","), args.most)
-        if wanted or "prefill_s" not in row:
-            run(args, cache, wanted, row, rows)
-        show(row)
+        work = missing(row, work_of(args, cache), args.most)
+        if work and "failed" not in row:
+            if end - time.monotonic() < START:
+                print(f"{cache}: no time left, run the same command again", flush=True)
+                break
+            run(args, cache, work, row, rows)
+    print(table(rows), flush=True)
 
 
-def run(
-    args: argparse.Namespace, cache: str, batches: list[str], row: dict[str, Any], rows: list[dict[str, Any]]
-) -> None:
+def run(args: argparse.Namespace, cache: str, work: list[str], row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Measure in a process of its own, and save each part of the row as it comes."""
-    command = [sys.executable, *sys.argv, "--one", json.dumps([cache, batches])]
+    command = [sys.executable, *sys.argv, "--one", json.dumps([cache, work])]
+    done = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if not line.startswith(_MARK):
                 continue
             part = json.loads(line.removeprefix(_MARK))
-            row["steps"] = {**row.get("steps", {}), **part.pop("steps", {})}
+            done = part.pop("done", done)
+            for name in ("steps", "prefill_s"):
+                row[name] = {**row.get(name, {}), **part.pop(name, {})}
             row.update(part)
-            if args.json:
-                made = {"command": " ".join(["python", *sys.argv]), "rows": rows}
-                args.json.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
-    if child.returncode:
+            save(args, rows)
+    if not done:
+        row["failed"] = child.returncode
         print(f"{cache}: ended with exit code {child.returncode}", flush=True)
+        save(args, rows)
 
 
-def show(row: dict[str, Any]) -> None:
-    steps = sorted(row.get("steps", {}).items(), key=lambda item: int(item[0]))
-    found = ", ".join(f"{count} × {row['tokens']}: {step['ms']} ms" for count, step in steps) or "no steps"
-    prefill = f"{min(row['prefill_s'])} s" if "prefill_s" in row else "not measured"
-    print(f"{row['cache']}: {found}; 4 prefills {prefill}; {row.get('capacity_tokens', 0)} tokens fit", flush=True)
+def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    if args.json:
+        made = {"command": " ".join(["python", *sys.argv]), "rows": rows}
+        new = args.json.with_suffix(".new")
+        new.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
+        new.replace(args.json)  # whole, whenever this is ended
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """In Markdown; in brackets how many times as fast as bf16."""
+
+    def size(name: str) -> tuple[int, ...]:
+        return tuple(int(x) for x in reversed(name.split("x")))
+
+    steps = sorted({name for row in rows for name in row.get("steps", {})}, key=size)
+    lengths = sorted({name for row in rows for name in row.get("prefill_s", {})}, key=int)
+    stock = next((row for row in rows if row["cache"] == "bf16"), {})
+    lines = [["cache", *(f"{name} ms" for name in steps), *(f"{PREFILL} new {name} s" for name in lengths)]]
+    lines[0] += ["largest batch, tokens/s", "tokens that fit", "first, second s", "start s", "compiled", "repeats"]
+    lines.append(["---"] * len(lines[0]))
+
+    def shown(mine: float | None, other: float | None) -> str:
+        return "" if mine is None else f"{mine:.2f}" if not other else f"{mine:.2f} ({other / mine:.2f})"
+
+    for row in rows:
+        line = [row["cache"] if "failed" not in row else f"{row['cache']} (exit code {row['failed']})"]
+        mine, other = row.get("steps", {}), stock.get("steps", {})
+        line += [shown(mine.get(name, {}).get("ms"), other.get(name, {}).get("ms")) for name in steps]
+        mine, other = ({n: min(s) for n, s in x.get("prefill_s", {}).items()} for x in (row, stock))
+        line += [shown(mine.get(name), other.get(name)) for name in lengths]
+        short = [name for name in row.get("steps", {}) if size(name)[0] == size(steps[0])[0]]
+        largest = max(short, key=size, default=None)
+        line.append("" if largest is None else f"{largest}: {row['steps'][largest]['tokens_per_s']:,.0f}")
+        line += [f"{row.get('capacity_tokens', 0):,}", ", ".join(map(str, row.get("first_s", [])))]
+        line += [str(row.get("load_s", "")), " ".join(sorted(set(row.get("compiled", [])))) or "none"]
+        line.append("yes" if all(step["repeats"] for step in row.get("steps", {}).values()) else "no")
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--caches", default=CACHES, help=f"separated by commas (default {CACHES})")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
-    parser.add_argument("--batches", default="1,32", help=f"numbers of sequences, or {FIT}")
-    parser.add_argument("--most", type=int, default=512, help=f"sequences that {FIT} may have")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--caches", default=CACHES, help=f"separated by commas, in this order (default {CACHES})")
+    parser.add_argument("--work", default=WORK, help=f"of each cache (default {WORK})")
+    parser.add_argument(
+        "--fit", default="bf16,k4v4,fp8,turboquant_4bit_nc", help="caches with the largest batch as well"
+    )
+    parser.add_argument("--most", type=int, default=512, help="sequences that the largest batch may have")
     parser.add_argument("--chunk", type=int, default=8192, help="vLLM's --max-num-batched-tokens")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help=f"begin no cache with less than {START} left"
+    )
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="vLLM's --enforce-eager")

@@ -26,20 +26,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
     parser.add_argument("--caches", help="which of them, separated by commas (default all)")
     args = parser.parse_args()
-    rows = [row for row in json.loads(args.source.read_text("utf-8"))["rows"] if row["tokens"] == args.tokens]
-    rows = [row for row in rows if len(row.get("steps", {})) > 1]
+    rows = json.loads(args.source.read_text("utf-8"))["rows"]
+    for row in rows:
+        named = (name.split("x") for name in row.get("steps", {}))
+        counts = [int(count) for count, tokens in named if int(tokens) == args.tokens]
+        row["points"] = [(n, row["steps"][f"{n}x{args.tokens}"]["tokens_per_s"]) for n in sorted(counts)]
+    rows = [row for row in rows if len(row["points"]) > 1]
     if args.caches:
         rows = [row for name in args.caches.split(",") for row in rows if row["cache"] == name]
     if not rows:
         raise SystemExit(f"{args.source} has no cache with more than one batch of prompts of {args.tokens} tokens")
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for row in rows:
-        points = sorted((int(count), step["tokens_per_s"]) for count, step in row["steps"].items())
+        points, fits = row["points"], row["fits"][str(args.tokens)]
         name = NAMES.get(row["cache"], row["cache"])
         (line,) = axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
-        if points[-1][0] == row["fits"]:
+        if points[-1][0] == fits:
             axis.plot(*points[-1], marker="|", markersize=22, markeredgewidth=2, color=line.get_color())
-            axis.annotate(f"{row['fits']} fit", points[-1], xytext=(4, -14), textcoords="offset points",
+            axis.annotate(f"{fits} fit", points[-1], xytext=(4, -14), textcoords="offset points",
                           color=line.get_color(), fontsize=8)  # fmt: skip
     axis.set_xlabel(f"sequences of {args.tokens:,} tokens at once")
     axis.set_ylabel("tokens generated a second")

@@ -114,6 +114,19 @@ def test_a_block_that_was_filled_without_us_has_its_codes() -> None:
     assert sharp(engine, [5], k, v) < 0.02  # 8 bits; with the first tokens of another sequence it is about 1.4
 
 
+def test_blocks_that_were_discarded() -> None:
+    """As sleep does: the memory of blocks comes back at the same addresses without what was in it; entries stay."""
+    torch.manual_seed(6)
+    engine = Engine(format="k2v2")
+    prompt(engine, [5, 9], 70)
+    engine.blocks.random_()
+    k, v = prompt(engine, [9, 5], 70)
+    assert engine.of("held", 1) == [FIRST]
+    assert sharp(engine, [9, 5], k, v) < 1e-3
+    k, v = prompt(engine, [5, 7], 3)
+    assert sharp(engine, [5, 7], k, v) < 1e-3
+
+
 def test_entries_of_sequences_that_run_are_kept() -> None:
     torch.manual_seed(3)
     engine = Engine(format="k2v2")

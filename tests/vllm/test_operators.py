@@ -113,6 +113,10 @@ def test_drafts_change_nothing(llama: Path, tmp_path: Path, switch: str, monkeyp
 
 def short_convolutions(folder: Path) -> Path:
     """Two layers that convolve, two that attend."""
+    import vllm
+
+    if vllm.__version__.startswith("0.31."):
+        pytest.skip("the kernel for CPUs of vLLM 0.31 takes convolutions of width 4 only")
     from transformers import AutoModelForCausalLM, Lfm2Config
 
     torch.manual_seed(0)
@@ -156,6 +160,10 @@ def test_short_convolutions_beside_attention(tmp_path: Path) -> None:
 def test_gated_delta_nets_beside_attention(tmp_path: Path) -> None:
     """vLLM computes them in bfloat16 on a CPU, where a last bit may change a token and with it all later ones: so what
     is compared is the next token behind every token of the prompts, read in chunks."""
+    import vllm
+
+    if vllm.__version__.startswith("0.31."):
+        pytest.skip("vLLM 0.31 has no group of processes for the experts of this model on a CPU")
     folder, prompts = gated_delta_nets(tmp_path / "model"), random_prompts()
     options = {"dtype": "bfloat16", "max_num_batched_tokens": 128}
     expected = predicted(folder, None, prompts, **options)
@@ -309,6 +317,24 @@ def test_host_memory_is_allowed(llama: Path) -> None:
         configured(llama, "k4v4", "SimpleCPUOffloadConnector", extra={"cpu_bytes_to_use": 1 << 20}),
     ):
         assert created(args).kv_transfer_config.kv_connector.endswith(("OffloadingConnector", "OffloadConnector"))
+
+
+def test_host_memory_needs_a_gpu(llama: Path) -> None:
+    """vLLM's own connectors fail on a CPU, one of them with an AttributeError."""
+    with (
+        pytest.raises(Exception, match="SimpleCPUOffloadConnector has no use on a CPU"),
+        engine(llama, "k8v8", kv_transfer_config=created_transfer(), skip_tokenizer_init=True),
+    ):
+        pass
+
+
+def created_transfer() -> Any:
+    from vllm.config import KVTransferConfig
+
+    extra = {"cpu_bytes_to_use": 1 << 20}
+    return KVTransferConfig(
+        kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both", kv_connector_extra_config=extra
+    )
 
 
 REFUSED = {

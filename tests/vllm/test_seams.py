@@ -129,3 +129,20 @@ def test_what_is_read_and_given(name: str) -> None:
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_what_is_asked(name: str) -> None:
     assert [each for each in ATTRIBUTES[name] if not hasattr(found(name), each)] == []
+
+
+def test_sleep_keeps_what_is_made_after_loading() -> None:
+    """What a calibration taught and first tokens lie outside the memory that sleep discards: a worker leaves that pool
+    before its own `load_model` returns, and ours decides after that."""
+    import inspect
+
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from aurakv.vllm.worker import AuraWorker
+
+    stock, ours = inspect.getsource(Worker.load_model), inspect.getsource(AuraWorker.load_model)
+    assert 'self._maybe_get_memory_pool_context(tag="weights")' in stock
+    assert "_maybe_get_memory_pool_context" not in ours
+    assert ours.index("super().load_model(") < ours.index("decide(")
+    for name in ("sleep", "wake_up"):
+        assert name not in vars(AuraWorker)

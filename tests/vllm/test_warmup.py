@@ -1,20 +1,20 @@
-"""Which kernels a layer launches in an engine on an H200, found without one: launches go to a list instead."""
+"""Which kernels a layer launches in an engine on a GPU, found without one: launches go to a list instead."""
 
 from __future__ import annotations
 
 import importlib.util
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 import aurakv as kv
 from aurakv import backends
 from aurakv.attention.step import Rows
 from aurakv.calibration.policy import LayerPolicy
+from aurakv.vllm.beginnings import Beginnings, Entries
 from aurakv.vllm.layer import Batch, Layer, Memory
 from aurakv.vllm.prefill import Prefill, find_prompts, most_rows
 from aurakv.vllm.warmup import Limits, WarmUp, shape_of
@@ -23,6 +23,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from aurakv.backends.triton import backend, dispatch
+from aurakv.backends.triton.append import fit_launch
 from aurakv.backends.triton.append import launch as append
 from aurakv.backends.triton.common import target
 from aurakv.backends.triton.decode import launch as decode
@@ -33,19 +34,62 @@ from aurakv.backends.triton.warm_up import launches
 
 CPU = torch.device("cpu")
 LIMITS = Limits(seqs=300, tokens=8192, rows=1, width=130, page_size=64)
+LONG = Limits(seqs=64, tokens=2048, rows=1, width=2048, page_size=64)  # 128K
+
+
+class Case(NamedTuple):
+    """A layer of an engine, and what that may put into a batch."""
+
+    format: str = "k4v4"
+    dim: int = 128
+    heads: tuple[int, int] = (8, 2)
+    scoring: kv.Scoring = kv.Scoring()
+    limits: Limits = LIMITS
+    flash: bool = True  # whether prompts are unpacked for flash attention
+    changed: bool = False  # key scales and offsets
+    first: bool = False  # uncompressed first tokens
+    weight: bool = False  # fitted keys
+    dtype: torch.dtype = torch.bfloat16
+    capability: tuple[int, int] = (9, 0)
+    padding: int = 0  # bytes behind a block and KV head
+
+
+CASES = {
+    "plain": Case(),
+    "calibrated": Case(changed=True, first=True),
+    "calibrated-8.0": Case(changed=True, first=True, capability=(8, 0)),
+    "calibrated-long": Case(changed=True, first=True, limits=LONG),
+    "calibrated-blocks-16": Case(changed=True, first=True, limits=LONG._replace(width=8192, page_size=16)),
+    "calibrated-drafts": Case(changed=True, first=True, limits=LIMITS._replace(rows=4)),
+    "calibrated-many": Case(changed=True, first=True, limits=Limits(1024, 16384, 1, 34, 64)),
+    "calibrated-one": Case(changed=True, first=True, heads=(8, 8), limits=Limits(1, 512, 1, 66, 64)),
+    "changed": Case("k8v4", changed=True),
+    "fitted": Case(changed=True, first=True, weight=True),
+    "float16": Case("k5v4", changed=True, first=True, dtype=torch.float16),
+    "one-head": Case("k3v3", heads=(7, 1), changed=True, first=True),
+    "window": Case(dim=64, heads=(16, 2), scoring=kv.Scoring(window=128)),
+    "drafts": Case("k2v2", limits=LIMITS._replace(rows=8)),
+    "cap": Case(dim=256, heads=(4, 2), scoring=kv.Scoring(softcap=20.0)),
+    "large-blocks": Case("k8v8", dim=256, heads=(16, 2), limits=LIMITS._replace(width=132, page_size=264)),
+    "padded-blocks": Case(changed=True, first=True, padding=16 * 5),
+    "portable": Case("k6v16", dim=96),
+    "without-flash": Case(flash=False),
+}
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launchers take the CPU for an H200."""
-    target.assume((9, 0))
-    for module in (append, decode, extend, portable, unpack):
-        for name, value in (("capability", (9, 0)), ("multiprocessors", 132)):
+def gpu(monkeypatch: pytest.MonkeyPatch, case: str) -> Iterator[None]:
+    """Launchers take the CPU for an H200, or an A100."""
+    found = CASES[case].capability
+    target.assume(found)
+    for module in (append, fit_launch, decode, extend, portable, unpack):
+        for name, value in (("capability", found), ("multiprocessors", 132 if found == (9, 0) else 108)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda device, value=value: value)
     monkeypatch.setattr(dispatch, "decode_path", lambda: decode)
     monkeypatch.setattr(dispatch, "extend_path", lambda: extend)
     monkeypatch.setattr(backends, "select", lambda *_: backend)
+    monkeypatch.setattr(Beginnings, "on_gpu", True)
     yield
     target.assume(None)
 
@@ -60,91 +104,117 @@ class NoFlash:
         return a[1]
 
 
-def make_layer(
-    name: str, dim: int, scoring: kv.Scoring, flash: bool, changed: bool, weight: Tensor | None = None
-) -> Layer:
-    scratch = torch.empty(1 << 22, dtype=torch.bfloat16)
-    numbers = torch.rand(2, dim) if changed else None
+def make_layer(case: Case) -> Layer:
+    format, kv_heads = kv.Format.parse(case.format, case.dim), case.heads[1]
+    scratch = torch.empty(1 << 22, dtype=case.dtype)
+    numbers = torch.rand(kv_heads, case.dim) + 0.1
+    changes = {"key_offset": numbers, "key_scale": numbers} if case.changed else {}
+    policy = LayerPolicy(case.format, **changes, key_weight=numbers if case.weight else None)
     return Layer(
-        kv.Format.parse(name, dim),
-        scoring,
-        policy=LayerPolicy(name, key_offset=numbers, key_scale=numbers, key_weight=weight),
-        prefill=Prefill(NoFlash(), lambda: (scratch, scratch)) if flash else None,
+        format,
+        case.scoring,
+        policy=policy,
+        beginnings=Entries.for_pages(format, 4, case.limits.seqs, kv_heads, case.dtype, CPU) if case.first else None,
+        prefill=Prefill(NoFlash(), lambda: (scratch, scratch)) if case.flash else None,
     )
 
 
 def random_batch(numbers: random.Random, limits: Limits) -> list[int]:
     """Rows of each sequence of a batch as schedulers make them, decodes first."""
-    seqs = min(limits.seqs, int(2 ** numbers.uniform(0, 8.3)))
+    seqs = min(limits.seqs, int(2 ** numbers.uniform(0, limits.seqs.bit_length())))
     kind = numbers.random()
-    if kind < 0.4:
+    if kind < 0.4:  # also as graphs hold them, where sequences pad the batch
         return [limits.rows if kind < 0.2 else 1] * seqs
-    rows = [1] * seqs
-    left = limits.tokens - seqs
+    rows = [numbers.randint(1, limits.rows) for _ in range(seqs)]  # not every sequence has all drafts
+    left = limits.tokens - sum(rows)
     for i in range(seqs - 1, -1, -1):
         if left <= 0 or numbers.random() < 0.5:
             break
-        rows[i] = min(left, int(2 ** numbers.uniform(0, 13)))
+        most = min(left, limits.width * limits.page_size)
+        rows[i] = min(most, int(2 ** numbers.uniform(0, limits.tokens.bit_length())))
         left -= rows[i]
     return sorted(rows)
 
 
-def specialisations(layer: Layer, limits: Limits, heads: int, dtype: torch.dtype, count: int) -> set[tuple[Any, ...]]:
-    """What batches of all kinds launch."""
-    numbers, memory = random.Random(5), Memory(CPU)
-    short = most_rows(heads // 2, layer.format.key.dim, limits.rows)
-    dim, size = layer.format.key.dim, layer.format.bytes_per_token
-    blocks = torch.zeros(7, 2, limits.page_size, size, dtype=torch.uint8)
-    fused = torch.empty(limits.tokens, heads + 4, dim, dtype=dtype)  # as projections give queries, keys and values
-    out = torch.empty(limits.tokens, heads, dim, dtype=dtype)
-    tables = torch.zeros(limits.seqs, limits.width, dtype=torch.int32)
+class Engine:
+    """The tensors of an engine, and its steps with one layer."""
 
-    def work() -> None:
-        for _ in range(count):
+    def __init__(self, case: Case, layer: Layer) -> None:
+        limits, (heads, kv_heads) = case.limits, case.heads
+        self.case, self.layer, self.memory = case, layer, Memory(CPU)
+        if case.first:
+            self.memory.beginnings = Beginnings(4, limits.seqs, CPU)
+        self.short = most_rows(heads // kv_heads, case.dim, limits.rows)
+        size = layer.format.bytes_per_token
+        block = kv_heads * (limits.page_size * size + case.padding)
+        memory = torch.zeros(48 * block, dtype=torch.uint8)
+        strides = block, limits.page_size * size, size, 1
+        self.blocks = memory.as_strided((48, kv_heads, limits.page_size, size), strides)
+        # as projections give queries, keys and values
+        self.fused = torch.empty(limits.tokens, heads + 2 * kv_heads, case.dim, dtype=case.dtype)
+        self.out = torch.empty(limits.tokens, heads, case.dim, dtype=case.dtype)
+        self.tables = torch.zeros(limits.seqs, limits.width, dtype=torch.int32)
+
+    def step(self, rows: list[int], lengths: list[int], shares: bool = False) -> None:
+        """shares: a layer that reads the keys of another one."""
+        starts = torch.tensor([0, *rows]).cumsum(0).int()
+        seqs, tokens = len(rows), int(starts[-1])
+        prompts = None
+        if self.layer.prefill is not None and rows[-1] > self.short:
+            prompts = find_prompts(starts.tolist(), lengths, self.short + 1)
+        where = Rows(starts, single=tokens == seqs)
+        batch = Batch(tokens, where, torch.tensor(lengths).int(), self.tables[:seqs], self.memory, prompts)
+        if self.memory.beginnings is not None:
+            pages = self.layer.pages(self.blocks, batch)
+            self.memory.beginnings.find(batch.table, batch.lengths, where, pages)
+        q, k, v = self.fused[:tokens].split([self.case.heads[0], *[self.case.heads[1]] * 2], 1)
+        new = (None, None) if shares else (k, v)
+        self.layer.forward(q, *new, self.blocks, batch, self.out[:tokens])
+
+    def life(self, steps: int) -> None:
+        numbers, limits = random.Random(5), self.case.limits
+        longest = limits.width * limits.page_size
+        for i in range(steps):
             rows = random_batch(numbers, limits)
-            starts = torch.tensor([0, *rows]).cumsum(0).int()
-            lengths = [numbers.randint(n, limits.width * limits.page_size) for n in rows]
-            seqs, tokens = len(rows), int(starts[-1])
-            if tokens > limits.tokens:
-                continue
-            batch = Batch(
-                tokens,
-                Rows(starts, single=tokens == seqs),
-                torch.tensor(lengths, dtype=torch.int32),
-                tables[:seqs],
-                memory,
-                find_prompts(starts.tolist(), lengths, short + 1) if layer.prefill is not None else None,
-            )
-            q, k, v = fused[:tokens].split([heads, 2, 2], 1)
-            layer.forward(q, k, v, blocks, batch, out[:tokens])
-
-    return set(launches(work))
+            if sum(rows) <= limits.tokens:
+                self.step(rows, [numbers.randint(min(n, longest), longest) for n in rows], i % 8 == 0)
 
 
-CASES = {  # format, dim, heads, scoring, flash attention, offsets and key scales, rows that decode
-    "plain": ("k4v4", 128, 8, kv.Scoring(), True, False, 1),
-    "changed": ("k8v4", 128, 8, kv.Scoring(), True, True, 1),
-    "fitted": ("k4v4", 128, 8, kv.Scoring(), True, True, 1),
-    "window": ("k4v4", 64, 16, kv.Scoring(window=128), True, False, 1),
-    "drafts": ("k4v4", 128, 8, kv.Scoring(), True, False, 4),
-    "cap": ("k4v4", 256, 4, kv.Scoring(softcap=20.0), True, False, 1),
-    "portable": ("k6v16", 96, 8, kv.Scoring(), True, False, 1),
-    "without-flash": ("k4v4", 128, 8, kv.Scoring(), False, False, 1),
-}
-
-
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel_is_warmed_up(case: str) -> None:
-    name, dim, heads, scoring, flash, changed, rows = CASES[case]
-    layer = make_layer(name, dim, scoring, flash, changed, torch.rand(2, dim) + 0.1 if case == "fitted" else None)
-    limits, dtype = LIMITS._replace(rows=rows), torch.bfloat16
-    warm = launches(WarmUp(shape_of(layer, heads, 2, dtype), limits, CPU, layer).run)
-    needed = specialisations(layer, limits, heads, dtype, 400)
-    missing = {key[1] for key in needed - set(warm)}
+    given = CASES[case]
+    layer = make_layer(given)
+    engine = Engine(given, layer)
+    shape = shape_of(layer, *given.heads, given.dtype)
+    warm = launches(WarmUp(shape, given.limits, CPU, layer, lambda: engine.blocks).run)
+    needed = launches(lambda: engine.life(400))
+    missing = {(key[1], launch.grid) for key, launch in needed.items() if key not in warm}
     assert not missing
     kernels = {key[1] for key in warm}
-    assert ("unpack_kernel" in kernels) == flash
-    assert ("append_fitted_kernel" in kernels) == (case == "fitted")
-    assert ("extend_kernel" in kernels) == (not flash)
-    assert len(warm) <= (40 if flash else 60), sorted(key[1] for key in warm)  # without it prompts take all kernels
+    assert ("unpack_kernel" in kernels) == given.flash
+    assert ("append_fitted_kernel" in kernels) == given.weight
+    assert ("find_kernel" in kernels) == ("place_kernel" in kernels) == given.first
+    assert ("extend_kernel" in kernels or "extend_warps_kernel" in kernels) == (not given.flash)
+    assert len(warm) <= (50 if given.flash else 60), sorted(key[1] for key in warm)  # without it prompts take all
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("case", ["plain", "calibrated", "calibrated-8.0", "fitted"])
+def test_a_decode_of_a_layer_is_three_launches(case: str) -> None:
+    """Which entries the first tokens have is found once for all layers."""
+    given, names = CASES[case], []
+    from aurakv.backends.triton.common.launcher import redirected
+
+    engine = Engine(given, make_layer(given))
+    for rows, lengths in (([1] * 32, [8192] * 32), ([1], [3])):
+        with redirected(lambda kernel, *_: names.append(kernel.fn.__name__)):
+            engine.step(rows, lengths)
+        if given.first:
+            assert names.pop(0) == "find_kernel"
+        assert names == [
+            "append_fitted_kernel" if given.weight else "append_kernel",
+            "decode_attention",
+            "merge_pieces",
+        ]
+        names.clear()

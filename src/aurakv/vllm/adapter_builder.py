@@ -26,9 +26,15 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    requires_block_table_width: ClassVar[bool] = True  # kernels are chosen by it
 
     def __init__(
-        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+        block_table_width: int,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.memory = Memory(device)
@@ -42,12 +48,12 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
         rows = 1 + drafts  # of a sequence that decodes
         for name in layer_names:
-            layer = vllm_config.compilation_config.static_forward_context[name]
-            bound, heads = layer.impl.layer, (layer.impl.num_heads, layer.impl.num_kv_heads)
-            if bound.prefill is not None:
-                self.least_rows = 1 + most_rows(heads[0] // heads[1], layer.head_size, rows)
+            layer = context[name]
+            if layer.impl.layer.prefill is not None:
+                group = layer.impl.num_heads // layer.impl.num_kv_heads
+                self.least_rows = 1 + most_rows(group, layer.head_size, rows)
             if current_platform.is_cuda():
-                warm_up(bound, heads, layer.dtype, vllm_config, rows, kv_cache_spec.block_size, device)
+                warm_up(layer, vllm_config, rows, (block_table_width, kv_cache_spec.block_size), device)
         if self.least_rows is not None:
             self.reorder_batch_threshold = self.least_rows - 1  # the sequences with fewer rows come first
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_fa_version_supported
@@ -17,7 +18,6 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..attention.scoring import Scoring
 from ..format.codec import Format
-from .layer import Layer
 from .prefill import Prefill, why_not
 from .warmup import Limits, WarmUp, shape_of
 
@@ -123,12 +123,10 @@ class Kernels(VllmJitKernel[WarmUp]):  # type: ignore[misc]
 _KERNELS = Kernels()
 
 
-def warm_up(
-    layer: Layer, heads: tuple[int, int], dtype: torch.dtype, config: VllmConfig, rows: int, block: int,
-    device: torch.device,
-) -> None:  # fmt: skip
-    """Have vLLM compile what a layer of so many query and KV heads may launch. rows: of a sequence that decodes."""
-    scheduler = config.scheduler_config
-    width = -(-config.model_config.max_model_len // block)
-    limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, rows, width, block)
-    _KERNELS.register_warmup(WarmUp(shape_of(layer, *heads, dtype), limits, device, layer))
+def warm_up(attention: Attention, config: VllmConfig, rows: int, pages: tuple[int, int], device: torch.device) -> None:
+    """Have vLLM compile what a layer may launch. rows: of a sequence that decodes; pages: how many a row of its table
+    has, and the tokens of one."""
+    scheduler, impl, layer = config.scheduler_config, attention.impl, attention.impl.layer
+    limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, rows, *pages)
+    shape = shape_of(layer, impl.num_heads, impl.num_kv_heads, attention.dtype)
+    _KERNELS.register_warmup(WarmUp(shape, limits, device, layer, lambda: attention.kv_cache))

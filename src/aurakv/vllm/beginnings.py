@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..attention import ops
-from ..attention.step import Rows
-from ..calibration.key_scale import scaled_keys
+from ..attention.step import FirstTokens, Rows
 from ..format.codec import Codec, Format
 from ..storage.pages import Pages
 
@@ -72,6 +71,11 @@ class Beginnings:
             "coded": numbers(seqs),  # on a CPU: how many must be decoded into it, because it was lost
         }
 
+    @property
+    def on_gpu(self) -> bool:
+        """Where kernels do all of it."""
+        return self.device.type == "cuda"
+
     def find(self, table: Tensor, lengths: Tensor, rows: Rows, pages: Pages) -> None:
         """For the sequences of a step: their blocks [seqs, width], lengths with the new tokens, and rows.
 
@@ -81,7 +85,7 @@ class Beginnings:
             self.state["entry_of"] = torch.full((blocks,), _NONE, dtype=torch.int32, device=self.device)
             self.state["block_of"].fill_(_NONE)
         self.step += 1
-        if self.device.type == "cuda":
+        if self.on_gpu:
             from ..backends.triton.append import beginnings
 
             beginnings.find(self.state, table, lengths, rows.starts, pages, self.step, self.first, self.seqs)
@@ -93,40 +97,25 @@ class Beginnings:
         slots, held = self.state["slots"][:seqs].view(seqs, 1), self.state["held"][:seqs]
         return Pages(entries.format, self.first, entries.data, slots, held, self.state["pointer"]).trust()
 
-    def store(self, k: Tensor, v: Tensor, key_scale: Tensor | None, rows: Rows, entries: Pages, pages: Pages) -> None:
-        """The first tokens among the new ones of a layer, into the entries of their sequences. pages: of the layer."""
-        if self.device.type == "cuda":
-            from ..backends.triton.append import beginnings
+    def first_tokens(self, entries: Pages) -> FirstTokens:
+        """Where a step stores the new ones among the first tokens."""
+        return FirstTokens(entries, self.state["before"][: entries.seqs])
 
-            beginnings.store(k, v, key_scale, rows.starts, self.state["before"], entries)
+    def restore(self, entries: Pages, pages: Pages) -> None:
+        """On a CPU: decode what entries have lost from the codes of the layer, its pages. A GPU uses the codes."""
+        if self.on_gpu:
             return
-        starts, slots, (keys, values) = rows.starts.tolist(), entries.table[:, 0].tolist(), vectors(entries)
-        before, coded = (self.state[name].tolist() for name in ("before", "coded"))
-        for seq, (slot, count) in enumerate(zip(slots, entries.lengths.tolist(), strict=True)):
-            old = before[seq]
-            if coded[seq]:
-                found = pages.stored(seq, torch.arange(coded[seq]))
+        slots, (keys, values) = entries.table[:, 0].tolist(), entries.vectors()
+        for seq, (slot, count) in enumerate(zip(slots, self.state["coded"].tolist(), strict=False)):
+            if count:
+                found = pages.stored(seq, torch.arange(count))
                 sides = (keys, pages.format.key, pages.key_offset), (values, pages.format.value, pages.value_offset)
                 for codes, (side, codec, offset) in zip(found, sides, strict=True):
-                    side[slot, :, : coded[seq]] = ops.decode(codes, codec, offset, dtype=side.dtype).transpose(0, 1)
-            if old < count:
-                new = slice(starts[seq], starts[seq] + count - old)
-                scaled = scaled_keys(k[new], key_scale)
-                keys[slot, :, old:count] = scaled.transpose(0, 1).to(keys.dtype)
-                values[slot, :, old:count] = v[new].transpose(0, 1).to(values.dtype)
+                    side[slot, :, :count] = ops.decode(codes, codec, offset, dtype=side.dtype).transpose(0, 1)
 
 
 def entries_for(seqs: int) -> int:
     return seqs + min(seqs, SPARE)
-
-
-def vectors(entries: Pages) -> tuple[Tensor, Tensor]:
-    """Keys and values [entries, kv_heads, first, dim] of a buffer."""
-    format, first = entries.format, entries.page_size
-    data = entries.data.view(format.key.dtype)
-    split = format.layout(first).value_codes // data.element_size()
-    keys, values = data[..., : first * format.key.dim], data[..., split : split + first * format.value.dim]
-    return keys.unflatten(2, (first, -1)), values.unflatten(2, (first, -1))
 
 
 class _Finder:

@@ -54,6 +54,15 @@ def name_folders(config: VllmConfig, switch: Switch) -> None:
             tier["root_dir"] = str(root / folder(config, switch))
 
 
+def check_device(config: VllmConfig, device_type: str) -> None:
+    """Refuse to start where vLLM's connectors would fail: they copy from a GPU."""
+    transfer = config.kv_transfer_config
+    if device_type == "cpu" and transfer is not None and transfer.kv_connector is not None:
+        raise InputError(
+            f"vLLM moves blocks from a GPU to its host and back: {transfer.kv_connector} has no use on a CPU"
+        )
+
+
 def check_folders(config: VllmConfig, switch: Switch) -> None:
     """Refuse to start where a worker stores other bytes than the name of their folder says."""
     for tier in _disks(config):

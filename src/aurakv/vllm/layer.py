@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends
 from ..attention.scoring import Scoring
-from ..attention.step import Rows, Step
+from ..attention.step import FirstTokens, Rows, Step
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
@@ -110,15 +110,14 @@ class Layer:
         if n:
             new = None if k is None else k[:n], None if v is None else v[:n]
             prompts, runs = batch.prompts, None
-            if entries is not None and k is not None and v is not None:
-                assert batch.memory.beginnings is not None
-                batch.memory.beginnings.store(k[:n], v[:n], key_scale, batch.rows, entries, pages)
+            if entries is not None and batch.memory.beginnings is not None:
+                batch.memory.beginnings.restore(entries, pages)
             if self.prefill is not None and prompts is not None:
                 runs = self.prefill.plan(prompts, pages, self.scoring, batch.rows.starts)
             if self.prefill is None or prompts is None or runs is None:
                 self._step(q[:n], *new, pages, key_scale, entries, batch, out[:n])
                 return
-            self.prefill.append(pages, *new, batch.rows, key_scale)
+            self.prefill.append(pages, *new, batch.rows, key_scale, _first_tokens(entries, batch))
             if prompts.row:
                 front = batch.front(prompts)
                 self._step(q[: prompts.row], None, None, *self._pages(blocks, front), front, out[: prompts.row])
@@ -128,11 +127,19 @@ class Layer:
         self, q: Tensor, k: Tensor | None, v: Tensor | None, pages: Pages, key_scale: Tensor | None,
         entries: Pages | None, batch: Batch, out: Tensor,
     ) -> None:  # fmt: skip
-        if not (batch.rows.single or q.device.type == "cpu"):  # the kernels for many rows take the codes
-            entries = None
+        first_tokens, beginnings = _first_tokens(entries, batch), batch.memory.beginnings
+        if not batch.rows.single and beginnings is not None and beginnings.on_gpu:
+            entries = None  # the kernels for many rows take the codes
         scoring = self.scoring if entries is None else self.with_first
         step = Step(
-            pages, batch.rows, scoring, self.sink_logits, key_scale=key_scale, uncompressed=entries, counted=True
+            pages,
+            batch.rows,
+            scoring,
+            self.sink_logits,
+            key_scale=key_scale,
+            uncompressed=entries,
+            counted=True,
+            first_tokens=first_tokens,
         )
         backend = backends.select(None, self.format, q.device, q.dtype)
         backend.prepare_step(step, q, k, v)(q, k, v, out)
@@ -190,6 +197,12 @@ def _pieces(blocks: Tensor) -> Tensor:
     if stride % (16 * heads) or blocks.stride()[1:] != (tokens * size, size, 1):
         raise InputError(f"blocks of {heads} KV heads must be padded to a multiple of {16 * heads} bytes, got {stride}")
     return blocks.as_strided((count, heads, stride // heads), (stride, stride // heads, 1))
+
+
+def _first_tokens(entries: Pages | None, batch: Batch) -> FirstTokens | None:
+    if entries is None or batch.memory.beginnings is None:
+        return None
+    return batch.memory.beginnings.first_tokens(entries)
 
 
 def _on(tensor: Tensor | None, like: Tensor) -> Tensor | None:

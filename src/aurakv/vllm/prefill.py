@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention.scoring import Scoring
-from ..attention.step import Rows
+from ..attention.step import FirstTokens, Rows
 from ..format.codec import Format
 from ..storage.pages import Pages
 
@@ -165,12 +165,15 @@ class Prefill:
         room = keys.numel() // (pages.kv_heads * pages.format.key.dim)
         return prompts.plan(scoring.window, room, starts, pages.lengths)
 
-    def append(self, pages: Pages, k: Tensor | None, v: Tensor | None, rows: Rows, key_scale: Tensor | None) -> None:
+    def append(
+        self, pages: Pages, k: Tensor | None, v: Tensor | None, rows: Rows, key_scale: Tensor | None,
+        first_tokens: FirstTokens | None,
+    ) -> None:  # fmt: skip
         """All new tokens of a batch, if they come along; lengths count them already."""
         from ..backends.triton.append.launch import prepare_append
 
         if k is not None and v is not None:
-            prepare_append(pages, k, v, rows, key_scale, counted=True)(k=k, v=v)
+            prepare_append(pages, k, v, rows, key_scale, True, first_tokens)(k=k, v=v)
 
     def attend(
         self, q: Tensor, pages: Pages, runs: list[Run], scoring: Scoring, sink_logits: Tensor | None,

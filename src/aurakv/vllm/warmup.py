@@ -6,7 +6,7 @@ The layer's own `forward` runs over batches of all kinds, with launches redirect
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,13 +56,13 @@ class WarmUp:
     limits: Limits
     device: torch.device
     layer: Layer = field(compare=False)
+    blocks: Callable[[], Tensor] = field(compare=False)  # the layer's memory, once the engine has allocated it
 
     def run(self) -> None:
         """A forward pass of every kind of batch. To be called with launches redirected."""
         shape, limits, device = self.shape, self.limits, self.device
         key, value = self.layer.format.key.dim, self.layer.format.value.dim
-        size = self.layer.format.bytes_per_token
-        blocks = torch.zeros(1, shape.kv_heads, limits.page_size, size, dtype=torch.uint8, device=device)
+        blocks = self.blocks()  # how they are padded matters, too
         numbers = torch.zeros(limits.seqs * max(limits.width, 2), dtype=torch.int32, device=device)
         q, k, v, out = (
             torch.empty(limits.tokens, heads, dim, dtype=shape.dtype, device=device)

@@ -74,6 +74,7 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
     """Tell every attention layer of the model what it stores."""
     switch = Switch.parse(config.additional_config)
     assert switch is not None
+    connectors.check_device(config, device.type)
     ours = {
         name: layer
         for name, layer in config.compilation_config.static_forward_context.items()
