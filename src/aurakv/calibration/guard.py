@@ -38,10 +38,14 @@ class Check(NamedTuple):
 
     def moved(self, layer: LayerPolicy) -> float:
         """Nats by which attention moves; 0 where nothing is known of it."""
+        return self.all_moved([layer])[0]
+
+    def all_moved(self, layers: list[LayerPolicy]) -> list[float]:
+        """`moved` of each of them."""
         if self.q is None or self.scoring is None:
-            return 0.0
-        nats = moved(layer, self.k, self.q, self.scoring, self.first)
-        return 0.0 if math.isnan(nats) else nats
+            return [0.0] * len(layers)
+        found = all_moved(layers, self.k, self.q, self.scoring, self.first)
+        return [0.0 if math.isnan(nats) else nats for nats in found]
 
     def lost(self, layer: LayerPolicy, most: float | None = None) -> bool:
         """Whether attention moves by more than `most` nats, by default LOST."""
@@ -87,25 +91,33 @@ def with_keys(format: str, bits: int) -> str:
     return f"k{bits}{key_and_value(format)[1]}"
 
 
-@torch.no_grad()
 def moved(layer: LayerPolicy, k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> float:
     """By how many nats attention on codes differs from that on the keys: the mean KL divergence over some queries.
 
     NaN: nothing finite was there.
     """
-    k, q = k[:, :KEYS].transpose(0, 1).float(), q[:, :KEYS].float()
-    stored = _stored(layer, k, first)
+    return all_moved([layer], k, q, scoring, first)[0]
+
+
+@torch.no_grad()
+def all_moved(layers: list[LayerPolicy], k: Tensor, q: Tensor, scoring: Scoring, first: int = 0) -> list[float]:
+    """`moved` of each of them."""
+    k = k[:, :KEYS].transpose(0, 1).float()
     at = torch.linspace(min(ENOUGH, k.shape[0]) - 1, k.shape[0] - 1, _QUERIES, device=k.device).long().unique()
     seen = scoring.visible(at[:, None], torch.arange(k.shape[0], device=k.device))
-    queries = q[:, at].unflatten(0, (k.shape[1], -1))  # [kv_heads, group, n, dim]
-    exact, coded = (
-        scoring.cap(torch.einsum("hgnd,lhd->hgnl", queries, x) * scoring.multiplier(k.shape[2]))
-        .masked_fill(~seen, -torch.inf)
-        .log_softmax(3)
-        for x in (k, stored)
-    )
-    change = torch.where(seen, exact.exp() * (exact - coded), 0.0).sum(3)
-    return float(change[change.isfinite()].mean())
+    queries = q[:, at].float().unflatten(0, (k.shape[1], -1))  # [kv_heads, group, n, dim]
+
+    def weights(keys: Tensor) -> Tensor:
+        scores = scoring.cap(torch.einsum("hgnd,lhd->hgnl", queries, keys) * scoring.multiplier(keys.shape[2]))
+        return scores.masked_fill(~seen, -torch.inf).log_softmax(3)
+
+    def change(layer: LayerPolicy) -> float:
+        nats = torch.where(seen, weight * (exact - weights(_stored(layer, k, first))), 0.0).sum(3)
+        return float(nats[nats.isfinite()].mean())
+
+    exact = weights(k)
+    weight = exact.exp()
+    return [change(layer) for layer in layers]
 
 
 @torch.no_grad()
@@ -130,6 +142,8 @@ def _stored(layer: LayerPolicy, k: Tensor, first: int) -> Tensor:
     key_scale = torch.ones_like(k[0]) if layer.key_scale is None else layer.key_scale.to(k.device)
     offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
     fit, _ = layer.fits(format, k.shape[1], k.device)
-    stored = ops.decode(ops.encode(k * key_scale, codec, offset, fit=fit), codec, offset) / key_scale
+    backend = None if k.device.type == "cpu" else "reference"  # a GPU would compile two kernels for each width
+    codes = ops.encode(k * key_scale, codec, offset, fit=fit, backend=backend)
+    stored = ops.decode(codes, codec, offset, backend=backend) / key_scale
     stored[:first] = k[:first]
     return stored

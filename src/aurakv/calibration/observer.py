@@ -19,7 +19,8 @@ class KeyObserver:
         self.moments = Moments(turns)
         self.scoring = scoring
         self.tokens = 0
-        self._k: list[Tensor] = []
+        self._device = torch.device("cpu")  # of the model
+        self._k: list[Tensor] = []  # kept in main memory, which has more room
         self._q: list[Tensor] = []
 
     @torch.no_grad()
@@ -29,8 +30,9 @@ class KeyObserver:
         rows = position >= SINKS
         self.moments.add(k[rows], q[rows], position[rows])
         room = max(0, KEYS - self.tokens)
-        self._k.append(k[:room].float().cpu())
-        self._q.append(q[:room].float().cpu())
+        self._k.append(k[:room].cpu())
+        self._q.append(q[:room].cpu())
+        self._device = k.device
         self.tokens += k.shape[0]
 
     def calibration(self, first: int, device_type: str) -> KeyCalibration:
@@ -41,12 +43,13 @@ class KeyObserver:
         offset, scale = _as_in_files(found.key_offset), _as_in_files(found.key_scale)
         weight = None if found.key_weight is None else _as_in_files(found.key_weight)
         layer = LayerPolicy("k4v4", offset, key_scale=scale, key_weight=weight)
-        k, q = (torch.cat(parts).transpose(0, 1) for parts in (self._k, self._q))
+        k, q = (torch.cat(parts).to(self._device).transpose(0, 1) for parts in (self._k, self._q))
         dim = k.shape[2]
         check = Check(k, q, self.scoring, first)
-        formats = {bits: f"k{bits}v4" for bits in WIDTHS}
-        moved = {bits: check.moved(layer.with_format(name, dim)) for bits, name in formats.items()}
-        plain = {bits: check.moved(LayerPolicy(name)) for bits, name in formats.items()}
+        names = [f"k{bits}v4" for bits in WIDTHS]
+        measured = check.all_moved([layer.with_format(name, dim) for name in names])
+        moved = dict(zip(WIDTHS, measured, strict=True))
+        plain = dict(zip(WIDTHS, check.all_moved([LayerPolicy(name) for name in names]), strict=True))
         return KeyCalibration(offset, scale, moved, plain, weight)
 
 
