@@ -32,6 +32,10 @@ def sources() -> dict[str, str]:
         for bits in widths(table):
             name = f"k{bits}:{table}:f32/v{bits}:{table}:l2"
             found |= _of(name.replace(":", "-").replace("/", ""), kv.Format.parse(name, 128), torch.float16, 4, 4)
+    for bits in CODE_BITS:  # pages that split pieces of 16 bytes
+        format = kv.Format.parse(f"k{bits}v{bits}", 80)
+        found[f"k{bits}v{bits}-80-odd-pages-rows"] = source.attend_rows(format, 2, (False, False))
+        found[f"k{bits}v{bits}-80-odd-pages-tiles"] = source.attend_tiles(format, 2, False, (False, False))
     odd = kv.Format.parse("k16v16:f32", (20, 72), torch.float16)
     return found | _of("odd-vectors", odd, torch.bfloat16, 3, 2) | {"dense": source.attend_tiles(odd, 4, True)}
 

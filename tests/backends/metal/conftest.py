@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from aurakv import backends
+from aurakv.backends import metal as module
 from aurakv.backends.metal import Metal
 from tests.backends.metal import emulator
 
@@ -24,3 +25,21 @@ def metal(request):
     if name == EMULATED and name not in backends.names():
         backends.register(Metal(EMULATED, "cpu", emulator.compile_shader))
     return name, device
+
+
+@pytest.fixture
+def by_itself(metal, monkeypatch):
+    """The device whose tensors get these kernels by themselves: an Apple GPU, or here the CPU, for which the emulated
+    ones take the place of `metal`. And what was compiled."""
+    name, device = metal
+    sources = []
+    if name == EMULATED:
+
+        def compiler(source):
+            sources.append(source)
+            return emulator.compile_shader(source)
+
+        monkeypatch.setitem(module.backends, "metal", Metal("metal", device, compiler))
+    backends._best.cache_clear()
+    yield device, sources
+    backends._best.cache_clear()

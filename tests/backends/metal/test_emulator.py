@@ -77,6 +77,12 @@ BROKEN = {  # what: error, the line that is wrong, what is replaced, by what
     "barrier in one simdgroup": ("race: .* reads threadgroup", READS, BARRIER, "if (team == 0)" + BARRIER),
     "barrier by half a simdgroup": ("divergence", BARRIER, BARRIER, "if (lane < 16)" + BARRIER + "else" + BARRIER),
     "write after read": ("race: .* reads threadgroup", READS, ROW, "if (lane == 0) " + AFTER + ROW),
+    "write after others read": (
+        "race: .* writes threadgroup",
+        ROW,
+        ROW,
+        "if (lane == 31) " + AFTER + ROW,
+    ),
     "memory nobody wrote": ("uninitialised", READS, "if (lane == 0) scores", "if (lane == 0 && team > 0) scores"),
     "one token too many": ("out of range: read", CODES, "t < end; t += 4", "t <= end; t += 4"),
     "a row too far": ("out of range: read", CODES, "key_codes[row * 32 + lane]", "key_codes[row * 33 + lane]"),
@@ -186,6 +192,33 @@ def test_what_metal_refuses_is_refused(error):
         compile_shader(REFUSED[error])
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["double x;", "goto x;", "try {}", "catch (...) {}", "throw 1;", "new int;", "delete x;", "virtual void f();",
+     "dynamic_cast<int>(x);", "typeid(x);", "std::max(1, 2);", "asm(\"\");", "thread_local int x;", "malloc(4);",
+     "wchar_t x;"],
+)  # fmt: skip
+def test_words_that_metal_lacks(word):
+    name = re.match(r"\w+", word)[0]
+    with pytest.raises(EmulationError, match=f"Metal has no {name}, at line 3"):
+        compile_shader(HEADER + f"kernel void f(device float* y) {{ {word} }}")
+    compile_shader(HEADER + f"kernel void f(device float* y) {{ y[0] = 1; }}  // {word}")
+
+
+SIGNATURES = {
+    "positions and sizes must share one type": "device uint* x, uint i [[thread_position_in_grid]], "
+    "uint2 n [[threads_per_threadgroup]]",
+    "buffers must be numbered 0, 1, …": "device uint* x [[buffer(0)]], device uint* y [[buffer(2)]]",
+    "the attribute texture is not emulated": "device uint* x, device uint* y [[texture(0)]]",
+}
+
+
+@pytest.mark.parametrize("error", SIGNATURES)
+def test_signatures_that_metal_refuses(error):
+    with pytest.raises(EmulationError, match=error):
+        compile_shader(HEADER + f"kernel void f({SIGNATURES[error]}) {{ x[0] = 1; }}")
+
+
 def test_limits_of_a_launch():
     source = HEADER + "kernel void big(device float* x) { threadgroup float y[8193]; y[0] = 1; x[0] = y[0]; }"
     x = torch.zeros(1)
@@ -213,6 +246,20 @@ def test_arguments_follow_torch():
         add(x, 5)
     with pytest.raises(EmulationError, match="arg_casts is a name or a dict"):
         add(x, 5, 0.5, [1, 20], arg_casts=["int32"])
+    with pytest.raises(EmulationError, match="begins with an int has ints only"):
+        add(x, 5, 0.5, [1, 20.5], arg_casts={3: "int32"})
+    with pytest.raises(EmulationError, match="a tensor, a number or a list of numbers"):
+        add(x, 5, 0.5, [])
+    with pytest.raises(EmulationError, match="takes CPU tensors"):
+        add(x.to("meta"), 5, 0.5, [1, 20], arg_casts={3: "int32"})
+    with pytest.raises(EmulationError, match="as many positive numbers"):
+        add(x, 5, 0.5, [1, 20], arg_casts={3: "int32"}, threads=(3, 1), group_size=3)
+    with pytest.raises(EmulationError, match="as many positive numbers"):
+        add(x, 5, 0.5, [1, 20], arg_casts={3: "int32"}, threads=0)
+    with pytest.raises(EmulationError, match="not emulated"):
+        add(x, 5, 0.5, [1, 20], arg_casts={3: "int32"}, error_buf_idx=4)
+    with pytest.raises(RuntimeError, match="no kernel subtract"):
+        compile_shader(source).subtract(x)
     with pytest.raises(EmulationError, match="at most 4096 bytes"):
         add(x, 5, 0.5, [1] * 1025, arg_casts={3: "int32"})
 

@@ -20,7 +20,7 @@ from aurakv.backends.metal import Metal, source
 from aurakv.format.fit import equal, fit
 from aurakv.format.rotation import hadamard
 from aurakv.storage.uncompressed import Uncompressed
-from aurakv.testing import CASES, run
+from aurakv.testing import CASES, Case, run
 from tests.backends.metal import emulator
 from tests.backends.metal.emulator import EmulationError, compile_shader
 from tests.backends.metal.emulator.translate import translate
@@ -28,7 +28,13 @@ from tools import metal_sources
 
 needs_emulator = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
 
+# Beside the suite's: rows that share pieces of 16 bytes.
+ODD = [
+    Case("odd-rows", "k3v5", (80, 80), storage="paged", phase="decode"),
+    Case("odd-tiles", "k3v5", (80, 80), storage="paged", phase="verify"),
+]
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+SIMDGROUP_BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 BROKEN = {  # what: error, the case that finds it, what is replaced, by what
     "a barrier behind expanded values is missing": (
         "race|uninitialised", "all-keys",
@@ -52,19 +58,48 @@ BROKEN = {  # what: error, the case that finds it, what is replaced, by what
     ),
     "a shuffle in divergent code": (
         "divergence", "sink-logits-minus-inf",
-        "float level = key_number(words + t * KEY_WORDS, i, key_level);\n            UNROLL",
-        "float level = 0; if (its_page >= 0) level = key_number(words + t * KEY_WORDS, i, key_level);\n UNROLL",
+        "float level = key_number(words[u] + t * KEY_PART_WORDS, i, key_levels);",
+        "float level = 0; if (its_place != ABSENT) level = key_number(words[u] + t * KEY_PART_WORDS, i, key_levels);",
     ),
     "a misaligned row of codes": (
-        "misaligned", "sink-logits-minus-inf",
+        "misaligned", "all-keys",
         "data, page, kv_head, numbers) + N_KEY_CODES +", "data, page, kv_head, numbers) + 4 + N_KEY_CODES +",
+    ),
+    "a row that is somewhere else": (
+        "out of range: read", "sink-logits-minus-inf", "uint(N_PIECE) + uint(N_KEY_CODES);", "uint(N_PIECE) * 9;",
+    ),
+    "staged codes that are read too early": (
+        "race|uninitialised", "dim-80-80",
+        f"staged[piece] = four;\n  }}\n  {SIMDGROUP_BARRIER}", "staged[piece] = four;\n  }\n",
+    ),
+    "staged codes of a tile that are read too early": (
+        "race|uninitialised", "odd-tiles",
+        f"if (chunk > 0 || KEY_STAGED) {BARRIER}", f"if (chunk > 0) {BARRIER}",
+    ),
+    "staged codes that are replaced too early": (
+        "race", "dim-80-80", f"{SIMDGROUP_BARRIER}\n  UNROLL for (uint first", "UNROLL for (uint first",
+    ),
+    "a staged unit in the middle of a word": (
+        "differs by", "odd-rows", "words[i] = from[i] >> shift;", "words[i] = from[i];",
+    ),
+    "a fold that gives the wrong row away": (
+        "differs by", "sink-logits-minus-inf", "simd_shuffle_xor(upper ? first : second,",
+        "simd_shuffle_xor(upper ? second : first,",
+    ),
+    "a fold that comes too early": (
+        "differs by", "sink-logits-minus-inf", "due && ((step + t) & d) != 0", "due",
     ),
     "splits that write one result": (
         "race: .* writes device", "splits-7", "ulong to = ulong(split) *", "ulong to = ulong(0) *",
     ),
     "a mask that sees the future": ("differs by", "sink-logits-minus-inf", "!N_CAUSAL || key <= query", "true"),
     "halves of codes that are not exchanged": (
-        "differs by", "sink-logits-minus-inf", "words[SIDE_WORDS + i], 1);".replace("SIDE", "KEY"), "words[i], 1);",
+        "differs by", "sink-logits-minus-inf", "simd_shuffle_xor(upper ? all[low] : all[high]",
+        "simd_shuffle_xor(upper ? all[high] : all[low]",
+    ),
+    "halves of units that are not exchanged": (
+        "differs by", "dim-128-128",
+        "simd_shuffle_xor(upper ? low : high, 1)", "simd_shuffle_xor(upper ? high : low, 1)",
     ),
     "a threshold that keeps light keys": (
         "differs by", "threshold", "needed = needed || (page >= 0 && !(s < least))", "needed = page >= 0 && s < least",
@@ -86,7 +121,7 @@ def test_broken_kernels_are_found(what):
     broken = Metal(f"broken {what}", "cpu", compiler)
     backends.register(broken)
     with pytest.raises((EmulationError, AssertionError), match=kind):
-        run(next(case for case in CASES if case.name == name), broken.name)
+        run(next(case for case in [*CASES, *ODD] if case.name == name), broken.name)
     assert any(found)
 
 
@@ -245,6 +280,14 @@ def test_it_says_what_is_missing(monkeypatch):
     assert re.match("it needs torch 2.7 or newer", kv.why_not("metal", None, "mps"))
 
 
+def test_it_says_that_there_is_no_float64(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "compile_shader", lambda source: None, raising=False)
+    assert kv.why_not("metal", None, "mps", torch.bfloat16) is None
+    assert kv.why_not("metal", None, "mps", torch.float64) == "it computes in float32: an Apple GPU has no float64"
+    assert backends._best.__wrapped__(None, torch.device("mps"), True).name == "reference"
+
+
 def test_it_is_chosen_for_apple_gpus(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "compile_shader", lambda source: None, raising=False)
@@ -263,25 +306,18 @@ def test_info_says_that_no_apple_gpu_has_run_it(monkeypatch, capsys):
     assert (row["chosen"], row["paths"]) == ("metal", {"metal": "emulated on Linux; not yet run on an Apple GPU"})
 
 
-def test_bench_times_it(metal, capsys):
-    backend, device = metal
-    shape = [
-        "--tokens",
-        "64",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "1",
-        "--head-dim",
-        "64",
-        "--formats",
-        "k4v4",
-        "--rounds",
-        "1",
-    ]
-    assert cli.main(["bench", "--device", device, "--backend", backend, *shape, "--json"]) == 0
+def test_info_and_bench_take_it_by_themselves(by_itself, capsys):
+    device, sources = by_itself
+    assert cli.main(["info", "--json"]) == 0
+    (row,) = (row for row in json.loads(capsys.readouterr().out)["devices"] if row["device"] == device)
+    assert (row["chosen"], row["paths"]["metal"]) == ("metal", "emulated on Linux; not yet run on an Apple GPU")
+    shape = "--tokens 64 --heads 4 --kv-heads 1 --head-dim 64 --formats k4v4 --rounds 1 --json"
+    assert cli.main(["bench", "--device", device, *shape.split()]) == 0
     found = json.loads(capsys.readouterr().out)
     assert any(row.get("format") == "k4v4" and row["us"] > 0 for row in found["rows"]), found
+    assert device == "mps" or {"encode", "attend_rows"} <= {
+        name for source in sources for name in re.findall(r"kernel void (\w+)", source)
+    }
 
 
 def test_source_does_not_depend_on_the_default_device():

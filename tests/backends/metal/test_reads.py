@@ -105,7 +105,9 @@ def test_simd_operations_of_a_decode():
     """The numbers of docs/lab/metal.md: per block of 32 tokens and KV head."""
     found, _ = counts("attend_rows", 4)
     blocks = TOKENS // 32 * 2
-    steps = 8 * (2 + 16 + 4 * 4) + 8 * (2 + 4 + 16)  # keys: slot, levels, sums of scores; values: slot, weights, levels
-    ends = 2 * (4 + 4 * 16 * 2)  # of each KV head: sums of weights, sums of values over lanes
-    assert found["simd operations"] == blocks * (steps + 4) + ends
+    # 16 lanes a row, 8 channels each: a lane has 16 rows. It loads 4 times, exchanges units, then halves of them.
+    keys = 4 + 4 * (2 + 2) + 16 * 8 + 4 * 15  # places, exchanged words, levels, sums of scores: 15 folds of 16 rows
+    values = 4 + 4 * (2 + 2) + 16 * 8 + 16 * 4  # places, exchanged words, levels, weights
+    ends = 2 * (4 + 4 * 4)  # of each KV head: sums of weights, sums of 8 channels over 2 rows
+    assert found["simd operations"] == blocks * (keys + values + 4) + ends
     assert found["barriers"] == 0

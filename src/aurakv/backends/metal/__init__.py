@@ -117,6 +117,8 @@ class Metal:
             if k is not None and v is not None:
                 for each in appends:
                     each(_single(k), _single(v))
+                if step.first_tokens is not None:
+                    step.first_tokens.store(k, v, factor, rows.starts)
             part = _like(q, attend(_single(q), out))
             return part if out is None or part.out is out else written(part, out)
 

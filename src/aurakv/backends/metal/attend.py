@@ -17,7 +17,7 @@ from ...attention.scoring import Scoring
 from ...attention.step import Rows
 from ...format.codec import Codec, Format
 from ...storage.pages import Pages
-from . import source
+from . import loads, source
 from .kernels import Kernels, aligned, by_rows, numbers, optional, per_vector, slots
 from .vectors import SPARE_ROWS, padded, turned_queries
 
@@ -111,7 +111,9 @@ def _prepare_reader(
 ) -> tuple[int, Callable[[tuple[Tensor, ...]], None]]:
     """The number of partial results that one place gives, and the launch that makes them."""
     tokens, seqs, kv_heads = q.shape[0], place.given["SEQS"], place.given["KV_HEADS"]
+    fits = loads.fits(place.format, place.given.get("PAGE_SIZE", 0))
     single = rows.single and group <= GROUP_ROWS and not place.dense
+    single = single and place.memory[0].numel() < loads.reach(place.format, fits)
     simds = 1 if single else _simds(group if rows.single else tokens * group)
     tiles = seqs if rows.single and group <= 8 * simds else tokens * group // (8 * simds) + seqs
     busy = max(1, kv_heads * tiles)
@@ -129,10 +131,11 @@ def _prepare_reader(
     given = numbers(**place.given, **rules, GROUP=group, ROWS=tokens * group + SPARE_ROWS, SPLITS=count)
     sizes: dict[str, Any]
     if single:
-        kernel = kernels.library(source.attend_rows(place.format, group)).attend_rows
-        sizes = {"threads": (count * 32, kv_heads, max(1, seqs)), "group_size": (min(count, 4) * 32, 1, 1)}
+        kernel = kernels.library(source.attend_rows(place.format, group, fits)).attend_rows
+        teams = loads.teams(place.format, fits)
+        sizes = {"threads": (count * 32, kv_heads, max(1, seqs)), "group_size": (min(count, teams) * 32, 1, 1)}
     else:
-        kernel = kernels.library(source.attend_tiles(place.format, simds, place.dense)).attend_tiles
+        kernel = kernels.library(source.attend_tiles(place.format, simds, place.dense, fits)).attend_tiles
         sizes = {"threads": (count * simds * 32, kv_heads, max(1, tiles)), "group_size": (simds * 32, 1, 1)}
     factors = [float(scoring.softcap or 0), math.log(scoring.threshold) if scoring.threshold > 0 else 0.0]
 

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 
 from ...format.codec import Codec, Format
-from ...format.fit import SCALES
+from ...format.fit import LONGEST, SCALES
 from ...format.levels import CUBIC, POLY7, UNIFORM, boundaries
 from ...format.rotation import base_order, hadamard
+from . import loads
+from .loads import GROUP_BYTES, Fits
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits that the kernels know
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as numbers.metal has them
-LEVELS = ("BY_SHUFFLE", "BY_UNIFORM", "BY_CUBIC", "BY_POLY7", "BY_TABLE")
-GROUP_BYTES = 32768  # of threadgroup memory
-SHUFFLED_BITS = 5  # a simdgroup holds as many levels as it has lanes
+LEVELS = ("BY_SHUFFLE", "BY_UNIFORM", "BY_CUBIC", "BY_POLY7")
+SHUFFLED_BITS = 5  # lanes hold one level each; wider tables are arithmetic if they can be
 
 # What launches pass as the list `numbers`, in this order.
 NUMBERS = (
@@ -33,18 +34,6 @@ NUMBERS = (
     "VALUE_CODES", "VALUE_SCALES", "CAUSAL", "WINDOW", "SINKS", "FIRST", "RECENT", "ONLY_UNCOMPRESSED", "SKIPS",
     "SPLITS", "MORE_SPLITS", "ROTATED", "HAS_OFFSET", "HAS_FACTOR", "HAS_LOGITS",
 )  # fmt: skip
-
-
-def lanes(codec: Codec) -> int:
-    """How many lanes read a row together: one per unit of 16 channels, rounded up to a power of two, at most all."""
-    return min(32, 1 << (-(-codec.dim // 16) - 1).bit_length())
-
-
-def chunk(codec: Codec, most: int) -> int:
-    """The widest equal pieces of a vector's channels, padded to 16, that are at most so wide."""
-    units = -(-codec.dim // 16)
-    together = 2 if units % 2 == 0 else 1  # as threads read them
-    return 16 * max(n for n in range(together, most // 16 + 1, together) if units % n == 0)
 
 
 def fitting(codec: Codec, weighted: bool) -> tuple[int, int]:
@@ -75,8 +64,11 @@ def _defines(constants: dict[str, object]) -> str:
 @functools.lru_cache(maxsize=256)
 def _side(name: str, codec: Codec, *files: str) -> str:
     """Constants and functions of one side under its name."""
-    text = _constants(codec) + _files(*files)
-    return text.replace("SIDE_", f"{name.upper()}_").replace("side_", f"{name}_")
+    return _named(name, _constants(codec) + _files(*files))
+
+
+def _named(side: str, text: str) -> str:
+    return text.replace("SIDE_", f"{side.upper()}_").replace("side_", f"{side}_")
 
 
 def _constants(codec: Codec) -> str:
@@ -86,18 +78,22 @@ def _constants(codec: Codec) -> str:
         "SIDE_ROW": codec.row_bytes,
         "SIDE_SCALE": codec.scale_bytes,
         "SIDE_DTYPE": DTYPES[codec.dtype],
-        "SIDE_LANES": lanes(codec),
         "SIDE_ROTATES": int(codec.rotates),
     }
-    arrays = ""
+    arrays, held = "", 1
     if codec.coded:
         kind, polynomial = _arithmetic(codec)
+        mirrored = kind == "BY_SHUFFLE" and codec.bits == 8 and _mirrored(codec)
+        if kind == "BY_SHUFFLE":
+            held = max(1, len(codec.levels) // (64 if mirrored else 32))
+        constants["SIDE_MIRRORED"] = int(mirrored)
         constants["SIDE_LEVELS"] = kind
         constants.update(zip(("SIDE_A", "SIDE_B", "SIDE_C", "SIDE_D"), map(_float, polynomial), strict=False))
         constants["SIDE_LEAST_SQUARES"] = int(codec.scale == "lsq")
         constants["SIDE_LARGEST"] = _float(torch.finfo(codec.dtype).max)
         arrays += _array("float SIDE_TABLE", map(_float, codec.levels))
         arrays += _array("float SIDE_BOUNDARIES", map(_float, boundaries(codec.levels)))
+    constants["SIDE_HOLDS"] = held
     if codec.rotates:
         order = base_order(codec.dim)
         paley = hadamard(codec.dim)[:order, :order] < 0
@@ -121,7 +117,13 @@ def _arithmetic(codec: Codec) -> tuple[str, tuple[float, ...]]:
         return "BY_CUBIC", CUBIC[codec.bits]
     if codec.table == "poly7":
         return "BY_POLY7", POLY7[codec.bits]
-    return "BY_TABLE", ()
+    return "BY_SHUFFLE", ()
+
+
+def _mirrored(codec: Codec) -> bool:
+    """Whether half of the levels say all. At 8 bits that saves four of eight shuffles; at 6 the sign would cost as much
+    as the second shuffle."""
+    return codec.levels == tuple(-x for x in reversed(codec.levels))
 
 
 def _bits(flags: list[bool]) -> int:
@@ -163,7 +165,7 @@ def fitted(codec: Codec, dtype: torch.dtype, weighted: bool) -> str:
     """As `encode`, with codes that are fitted by weights or by equal ones."""
     teams, at_once = fitting(codec, weighted)
     constants = {"IN_DTYPE": DTYPES[dtype], "WEIGHTED": int(weighted), "TEAMS": teams, "AT_ONCE": at_once}
-    scales = _array("float FIT_SCALES", map(_float, SCALES))
+    scales = _array("float FIT_SCALES", map(_float, SCALES)) + f"constant float FIT_LONGEST = {_float(LONGEST)};\n"
     return _one(codec, constants | {"TRIED": len(SCALES)}, "quantise", "fitted", arrays=scales)
 
 
@@ -175,7 +177,7 @@ def queries(codec: Codec, dtype: torch.dtype) -> str:
 @functools.lru_cache(maxsize=64)
 def vectors(codec: Codec, dtype: torch.dtype) -> str:
     """Codes to vectors, scores and weighted sums of this dtype."""
-    return _one(codec, {"OUT_DTYPE": DTYPES[dtype]}, "vectors")
+    return _one(codec, {"OUT_DTYPE": DTYPES[dtype], "SIDE_LANES": loads.lanes(codec)}, "vectors")
 
 
 @functools.lru_cache(maxsize=64)
@@ -189,18 +191,31 @@ def _one(codec: Codec, constants: dict[str, int], *kernels: str, arrays: str = "
 
 
 @functools.lru_cache(maxsize=64)
-def attend_rows(format: Format, group: int) -> str:
-    return _attend(format, {"DENSE": 0, "GROUP": group}, "attend_rows")
+def attend_rows(format: Format, group: int, fits: Fits = (True, True)) -> str:
+    constants = {"DENSE": 0, "GROUP": group, "TEAMS": loads.teams(format, fits)}
+    for side, codec, fit in zip(("KEY", "VALUE"), (format.key, format.value), fits, strict=True):
+        made = loads.row_loads(codec, group, fit)
+        constants |= {f"{side}_LANES": made.lanes, f"{side}_SHARES": made.shares}
+        constants |= {f"{side}_TAKEN": made.taken, f"{side}_STAGED": int(made.staged)}
+        constants |= {f"{side}_SPAN": made.span, f"{side}_GRAIN": made.grain}
+    return _attend(format, constants | {"STAGED": loads.staged_pieces(format, fits)}, "rows")
 
 
 @functools.lru_cache(maxsize=64)
-def attend_tiles(format: Format, simds: int, dense: bool) -> str:
-    widest = 128 if simds == 4 else 64  # fewer simdgroups: less threadgroup memory, more groups at a time
-    constants = {"DENSE": int(dense), "SIMDS": simds}
-    pieces = {"KEY_CHUNK": chunk(format.key, widest), "VALUE_CHUNK": chunk(format.value, widest)}
-    return _attend(format, constants | pieces, "attend_tiles")
+def attend_tiles(format: Format, simds: int, dense: bool, fits: Fits = (True, True)) -> str:
+    constants, pieces = {"DENSE": int(dense), "SIMDS": simds}, 1
+    for side, made in zip(("KEY", "VALUE"), loads.tiles(format, simds, fits), strict=True):
+        constants |= {f"{side}_CHUNK": made.chunk, f"{side}_PAIRED": int(made.paired)}
+        constants |= {f"{side}_STAGED": int(made.staged), f"{side}_SPAN": made.span}
+        constants |= {f"{side}_PART": made.part, f"{side}_WHOLE": int(made.whole)}
+        pieces = max(pieces, made.pieces)
+    return _attend(format, constants | {"STAGED": pieces}, "tiles")
 
 
-def _attend(format: Format, constants: dict[str, int], kernel: str) -> str:
-    sides = _side("key", format.key, "codes") + _side("value", format.value, "codes")
-    return _HEAD + _defines(dict(constants)) + _files("numbers", "slots") + sides + _files("scoring", kernel)
+def _attend(format: Format, constants: dict[str, int], kind: str) -> str:
+    """Codes of both sides, how they are loaded, and the kernel: `rows.metal` with `attend_rows.metal`, or of tiles."""
+    sides = (("key", format.key), ("value", format.value))
+    codes = "".join(_side(name, codec, "codes") for name, codec in sides)
+    loaded = "".join(_named(name, _files(kind)) for name, _ in sides)
+    shared = _files("numbers", "slots") + codes + _files("scoring") + loaded
+    return _HEAD + _defines(dict(constants)) + shared + _files(f"attend_{kind}")

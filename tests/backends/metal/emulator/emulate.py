@@ -28,7 +28,7 @@ SIZES = {
 }  # fmt: skip
 MOST_BYTES = 4096  # of a list or number: Metal copies them into the command
 FLAGS = [
-    "-std=c++14", "-O1", "-g", "-fPIC", "-w", "-ffp-contract=off", "-fsingle-precision-constant",
+    "-std=c++14", "-O1", "-g1", "-fPIC", "-w", "-ffp-contract=off", "-fsingle-precision-constant",
     "-fsanitize=thread,bounds,alignment",
 ]  # fmt: skip
 
@@ -118,8 +118,10 @@ class Library:
             _run("g++", "-shared", "-Wl,-Bsymbolic", f"{unit}.o", folder / "runtime.o", "-o", out)
 
     def __getattr__(self, name: str) -> Function:
-        if name.startswith("_") or name not in self._kernels:
-            raise AttributeError(f"no kernel {name}")
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._kernels:  # torch raises a RuntimeError, too
+            raise EmulationError(f"no kernel {name}, there are {list(self._kernels)}")
         return Function(self, self._kernels[name])
 
     def __dir__(self) -> list[str]:
@@ -165,11 +167,13 @@ class Library:
             raise EmulationError(f"{kernel.name}: {told}")
 
     def _counts(self, kernel: Kernel) -> dict[str, int]:
-        """What a launch did: bytes read and written by argument, operations of simdgroups, barriers of threadgroups."""
-        found, out = {}, (ctypes.c_uint64 * 4)()
+        """What a launch did: bytes read (of these: 16 at a time) and written by argument, operations of simdgroups,
+        barriers of threadgroups."""
+        found, out = {}, (ctypes.c_uint64 * 5)()
         for index, name in [(-1, "threadgroup"), *((i, buffer[0]) for i, buffer in kernel.buffers.items())]:
             self._dll.mtl_counts(index, out)
             found[f"{name} read"], found[f"{name} written"] = out[0], out[1]
+            found[f"{name} read by 16"] = out[4]
         return found | {"simd operations": out[2], "barriers": out[3]}
 
     def _line(self, offset: str) -> str:
@@ -223,8 +227,10 @@ def _tensor(where: str, x: torch.Tensor) -> tuple[int, int, int]:
 def _bytes(where: str, kind: str, value: Any, cast: str) -> bytes:
     """A number or list as torch sends it: int64 and float32 unless a cast says otherwise."""
     values = list(value) if isinstance(value, (tuple, list)) else [value]
-    if not values or not all(isinstance(x, (int, float)) for x in values):
+    if not values or not all(isinstance(x, (int, float)) for x in values):  # torch's lists of tensors are not emulated
         raise EmulationError(f"{where}: an argument is a tensor, a number or a list of numbers, got {value!r}")
+    if isinstance(values[0], int) and not all(isinstance(x, int) for x in values):  # the first one says what all are
+        raise EmulationError(f"{where}: a list that begins with an int has ints only, got {value!r}")
     if cast and cast not in CASTS:
         raise EmulationError(f"{where}: a cast is one of {list(CASTS)}, got {cast}")
     code = CASTS[cast] if cast else "f" if isinstance(values[0], float) else "q"

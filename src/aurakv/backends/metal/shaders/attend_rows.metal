@@ -1,27 +1,32 @@
 // Attention of one query token per sequence, with GROUP ≤ 4 query heads per KV head. One simdgroup per (split, KV head,
-// sequence); it reads blocks of 32 tokens and needs no threadgroup memory.
+// sequence), TEAMS to a threadgroup; it reads blocks of 32 tokens.
 //
-// A row of codes belongs to KEY_LANES (VALUE_LANES) neighbouring lanes, each with one unit of 16 channels, so a
-// simdgroup takes 32 / KEY_LANES rows that lie side by side. Where a unit is less than 16 bytes neighbours read two units
-// of two rows and exchange halves. Each lane keeps its channels of all GROUP queries, and sums of values, in registers: a
-// code is turned into its level once for the whole group. Scores end up one token a lane, where scales, masks and
-// exponentials cost a 32nd.
+// A row of codes belongs to KEY_LANES (VALUE_LANES) neighbouring lanes, each with parts of 16 or 8 channels, so a
+// simdgroup takes 32 / KEY_LANES rows that lie side by side; rows.metal loads them. Each lane keeps its channels of all
+// GROUP queries, and sums of values, in registers: a code is turned into its level once for the whole group.
+//
+// Scores end up one token a lane, where scales, masks and exponentials cost a 32nd. The lanes of a row sum KEY_LANES rows
+// each. As soon as there are two they halve them by a shuffle: a lane keeps one, gives the other away and adds what it is
+// given, then halves two of those, until it has one row, the token that it owns.
 //
 // With a threshold (N_SKIPS) values are read only of tokens that some query head may give a weight that counts.
 //
 // queries [kv_heads, rows, padded dim] and bias from `turn_queries`; sums [splits, kv_heads, rows, padded dim] and
 // statistics [splits, kv_heads, rows, 2] (maximum, sum of weights) for `merge`.
-#define KEY_STEP (32 / KEY_LANES)
-#define VALUE_STEP (32 / VALUE_LANES)
-#define KEY_HELD ((KEY_UNITS + KEY_LANES - 1) / KEY_LANES)
-#define VALUE_HELD ((VALUE_UNITS + VALUE_LANES - 1) / VALUE_LANES)
+// Of two sums the one that is this lane's, with what the lane at this distance has of it.
+static inline float fold(float first, float second, uint lane, uint distance) {
+  bool upper = (lane & distance) != 0;
+  float other = simd_shuffle_xor(upper ? first : second, ushort(distance));
+  return (upper ? second : first) + other;
+}
 
-[[max_total_threads_per_threadgroup(128)]]
+[[max_total_threads_per_threadgroup(TEAMS * 32)]]
 kernel void attend_rows(device const float* queries, device const float* bias, device const uchar* keys,
                         device const uchar* values, device const int* table, device const int* lengths,
                         device const int* starts, device const int* ends, device float* sums, device float* statistics,
                         constant int* numbers, constant float* factors, uint3 position [[thread_position_in_grid]],
-                        uint lane [[thread_index_in_simdgroup]]) {
+                        uint team [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint4 staged[TEAMS][STAGED];
   int split = int(position.x) / 32, seq = int(position.z), token = starts[seq];
   uint kv_head = position.y;
   if (token < 0 || token >= N_TOKENS || starts[seq + 1] != token + 1) return;  // the whole simdgroup
@@ -31,51 +36,56 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
   int last = min(count_of(blocks), begin + share);
   ulong row = ulong(kv_head) * uint(N_ROWS) + uint(token) * GROUP;
 
-  float own[GROUP][KEY_HELD * 16], sum[GROUP][VALUE_HELD * 16], highest[GROUP], total[GROUP], offset[GROUP];
+  float own[GROUP][KEY_HELD * KEY_CHANNELS], sum[GROUP][VALUE_HELD * VALUE_CHANNELS], highest[GROUP], total[GROUP], offset[GROUP];
   float known[GROUP];  // the logarithm of the sum of all weights is at least this
   UNROLL for (uint h = 0; h < GROUP; ++h) {
     UNROLL for (uint u = 0; u < KEY_HELD; ++u)
-      UNROLL for (uint i = 0; i < 16; ++i) {
-        uint unit = lane % KEY_LANES + u * KEY_LANES;
-        own[h][u * 16 + i] = unit < KEY_UNITS ? queries[(row + h) * KEY_PADDED + unit * 16 + i] : 0.0f;
+      UNROLL for (uint i = 0; i < KEY_CHANNELS; ++i) {
+        uint part = lane % KEY_LANES + u * KEY_LANES;
+        ulong from = (row + h) * KEY_PADDED + part * KEY_CHANNELS + i;
+        own[h][u * KEY_CHANNELS + i] = part < KEY_PARTS ? queries[from] : 0.0f;
       }
-    UNROLL for (uint i = 0; i < VALUE_HELD * 16; ++i) sum[h][i] = 0.0f;
+    UNROLL for (uint i = 0; i < VALUE_HELD * VALUE_CHANNELS; ++i) sum[h][i] = 0.0f;
     highest[h] = known[h] = LOWEST;
     total[h] = 0.0f;
     offset[h] = bias[row + h];
   }
-  float key_level = key_own_level(lane), value_level = value_own_level(lane);
+  float key_levels[KEY_HOLDS], value_levels[VALUE_HOLDS];
+  key_own_levels(lane, key_levels);
+  value_own_levels(lane, value_levels);
+  int owned = int(lane % KEY_LANES * KEY_STEP + lane / KEY_LANES);  // of 32 tokens; OWNER(owned) is the lane
 
   for (int n = first_block(begin, last, numbers); n < last; ++n) {
-    int key = key_of(blocks, block_at(n, begin, blocks)) + int(lane), page = -1, slot = key % N_PAGE_SIZE;
+    int key = key_of(blocks, block_at(n, begin, blocks)) + owned, page = -1, slot = key % N_PAGE_SIZE;
     if (key < length && visible(query, key, numbers)) page = page_of(key, seq, table, numbers);
+    uint place = page < 0 ? ABSENT : key_place(page, slot, kv_head, numbers);
+    key_stage(keys, place, lane, staged[team]);
 
-    float score[GROUP];
-    UNROLL for (uint h = 0; h < GROUP; ++h) score[h] = 0.0f;
-    for (uint step = 0; step < KEY_LANES; step += KEY_TAKEN) {
-      ushort which = ushort((step + lane % KEY_TAKEN) * KEY_STEP + lane / KEY_LANES);
-      int its_page = simd_shuffle(page, which), its_slot = simd_shuffle(slot, which);
-      device const uchar* from = keys;
-      if (its_page >= 0) from = key_row(keys, its_page, its_slot, kv_head, numbers);
-      float part[KEY_TAKEN][GROUP];
-      UNROLL for (uint t = 0; t < KEY_TAKEN; ++t)
-        UNROLL for (uint h = 0; h < GROUP; ++h) part[t][h] = 0.0f;
-      UNROLL for (uint u = 0; u < KEY_HELD; ++u) {
-        uint unit = lane % KEY_LANES + u * KEY_LANES, words[KEY_TAKEN * KEY_WORDS];
-        key_fetch_rows(from, its_page >= 0 && unit < KEY_UNITS, unit, lane, words);
-        UNROLL for (uint t = 0; t < KEY_TAKEN; ++t)
-          UNROLL for (uint i = 0; i < 16; ++i) {
-            float level = key_number(words + t * KEY_WORDS, i, key_level);
-            UNROLL for (uint h = 0; h < GROUP; ++h) part[t][h] = fma(own[h][u * 16 + i], level, part[t][h]);
+    float score[GROUP], waiting[5][GROUP];
+    for (uint step = 0; step < KEY_LANES; step += KEY_AT_ONCE) {
+      uint loaded = (step + key_turn(lane)) * KEY_STEP + lane / KEY_LANES, words[KEY_HELD][KEY_AT_ONCE * KEY_PART_WORDS];
+      uint its_place = KEY_STAGED ? 0u : simd_shuffle(place, ushort(OWNER(loaded)));
+      UNROLL for (uint u = 0; u < KEY_HELD; ++u)
+        key_take(keys, its_place, loaded, lane % KEY_LANES + u * KEY_LANES, lane, staged[team], words[u]);
+      UNROLL for (uint t = 0; t < KEY_AT_ONCE; ++t) {
+        UNROLL for (uint h = 0; h < GROUP; ++h) score[h] = 0.0f;
+        UNROLL for (uint u = 0; u < KEY_HELD; ++u)
+          UNROLL for (uint i = 0; i < KEY_CHANNELS; ++i) {
+            float level = key_number(words[u] + t * KEY_PART_WORDS, i, key_levels);
+            UNROLL for (uint h = 0; h < GROUP; ++h)
+              score[h] = fma(own[h][u * KEY_CHANNELS + i], level, score[h]);
           }
-      }
-      UNROLL for (uint t = 0; t < KEY_TAKEN; ++t)
-        UNROLL for (uint h = 0; h < GROUP; ++h) {
-          for (uint distance = 1; distance < KEY_LANES; distance *= 2)
-            part[t][h] += simd_shuffle_xor(part[t][h], ushort(distance));
-          float its_score = simd_shuffle(part[t][h], ushort(lane % KEY_STEP * KEY_LANES));
-          if (lane / KEY_STEP == step + t) score[h] = its_score;
+        // A row that is the second of two, or of two pairs and so on, joins the first, which waits; all of it after the
+        // last one.
+        UNROLL for (uint n = 0; n < 5; ++n) {
+          uint d = 1u << n;
+          bool due = d < KEY_LANES && ((step + t) & (d - 1)) == d - 1;  // the same in all lanes
+          UNROLL for (uint h = 0; h < GROUP; ++h) {
+            if (due && ((step + t) & d) != 0) score[h] = fold(waiting[n][h], score[h], lane, d);
+            else if (due) waiting[n][h] = score[h];
+          }
         }
+      }
     }
 
     float key_factor = page < 0 ? 0.0f : key_scale(keys, page, slot, kv_head, numbers);
@@ -100,7 +110,7 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
       weight[h] = page < 0 ? 0.0f : p * value_factor;
       highest[h] = top;
       if (keep != 1.0f)
-        UNROLL for (uint i = 0; i < VALUE_HELD * 16; ++i) sum[h][i] *= keep;
+        UNROLL for (uint i = 0; i < VALUE_HELD * VALUE_CHANNELS; ++i) sum[h][i] *= keep;
       if (N_SKIPS) {
         float least = max(known[h], log_of_sum(top, simd_sum(total[h]))) + factors[1];
         needed = needed || (page >= 0 && !(s < least));
@@ -109,28 +119,29 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
     if (N_SKIPS && !simd_any(needed)) continue;
     if (!needed) UNROLL for (uint h = 0; h < GROUP; ++h) weight[h] = 0.0f;
 
-    for (uint step = 0; step < VALUE_LANES; step += VALUE_TAKEN) {
-      ushort which = ushort((step + lane % VALUE_TAKEN) * VALUE_STEP + lane / VALUE_LANES);
-      int its_page = simd_shuffle(needed ? page : -1, which), its_slot = simd_shuffle(slot, which);
-      device const uchar* from = values;
-      if (its_page >= 0) from = value_row(values, its_page, its_slot, kv_head, numbers);
-      float its_weight[VALUE_TAKEN][GROUP];
-      UNROLL for (uint t = 0; t < VALUE_TAKEN; ++t)
-        UNROLL for (uint h = 0; h < GROUP; ++h)
-          its_weight[t][h] = simd_shuffle(weight[h], ushort((step + t) * VALUE_STEP + lane / VALUE_LANES));
-      UNROLL for (uint u = 0; u < VALUE_HELD; ++u) {
-        uint unit = lane % VALUE_LANES + u * VALUE_LANES, words[VALUE_TAKEN * VALUE_WORDS];
-        value_fetch_rows(from, its_page >= 0 && unit < VALUE_UNITS, unit, lane, words);
-        UNROLL for (uint t = 0; t < VALUE_TAKEN; ++t)
-          UNROLL for (uint i = 0; i < 16; ++i) {
-            float level = value_number(words + t * VALUE_WORDS, i, value_level);
+    place = needed ? value_place(page, slot, kv_head, numbers) : ABSENT;
+    value_stage(values, place, lane, staged[team]);
+    for (uint step = 0; step < VALUE_LANES; step += VALUE_AT_ONCE) {
+      uint loaded = (step + value_turn(lane)) * VALUE_STEP + lane / VALUE_LANES;
+      uint its_place = VALUE_STAGED ? 0u : simd_shuffle(place, ushort(OWNER(loaded)));
+      uint words[VALUE_HELD][VALUE_AT_ONCE * VALUE_PART_WORDS];
+      UNROLL for (uint u = 0; u < VALUE_HELD; ++u)
+        value_take(values, its_place, loaded, lane % VALUE_LANES + u * VALUE_LANES, lane, staged[team], words[u]);
+      UNROLL for (uint t = 0; t < VALUE_AT_ONCE; ++t) {
+        uint its = (step + t) * VALUE_STEP + lane / VALUE_LANES;
+        float its_weight[GROUP];
+        UNROLL for (uint h = 0; h < GROUP; ++h) its_weight[h] = simd_shuffle(weight[h], ushort(OWNER(its)));
+        UNROLL for (uint u = 0; u < VALUE_HELD; ++u)
+          UNROLL for (uint i = 0; i < VALUE_CHANNELS; ++i) {
+            float level = value_number(words[u] + t * VALUE_PART_WORDS, i, value_levels);
             UNROLL for (uint h = 0; h < GROUP; ++h)
-              sum[h][u * 16 + i] = fma(its_weight[t][h], level, sum[h][u * 16 + i]);
+              sum[h][u * VALUE_CHANNELS + i] = fma(its_weight[h], level, sum[h][u * VALUE_CHANNELS + i]);
           }
       }
     }
   }
 
+  // Sums of values over the rows side by side: lanes halve the channels that they hold, until one is left.
   ulong to = ulong(split) * uint(N_KV_HEADS) * uint(N_ROWS) + row;
   UNROLL for (uint h = 0; h < GROUP; ++h) {
     float whole = simd_sum(total[h]);
@@ -138,12 +149,22 @@ kernel void attend_rows(device const float* queries, device const float* bias, d
       statistics[(to + h) * 2] = highest[h];
       statistics[(to + h) * 2 + 1] = whole;
     }
-    UNROLL for (uint u = 0; u < VALUE_HELD; ++u)
-      UNROLL for (uint i = 0; i < 16; ++i) {
-        float x = sum[h][u * 16 + i];
-        for (uint distance = VALUE_LANES; distance < 32; distance *= 2) x += simd_shuffle_xor(x, ushort(distance));
-        uint unit = lane + u * VALUE_LANES;
-        if (lane < VALUE_LANES && unit < VALUE_UNITS) sums[(to + h) * VALUE_PADDED + unit * 16 + i] = x;
+    UNROLL for (uint u = 0; u < VALUE_HELD; ++u) {
+      uint first = 0, held = VALUE_CHANNELS, at = u * VALUE_CHANNELS, part = lane % VALUE_LANES + u * VALUE_LANES;
+      bool writes = part < VALUE_PARTS;
+      UNROLL for (uint n = 0; n < 5; ++n) {
+        uint d = 16 >> n, left = VALUE_CHANNELS / 2 >> n;
+        if (d < VALUE_LANES) continue;
+        UNROLL for (uint i = 0; i < VALUE_CHANNELS / 2; ++i)
+          if (i < left) sum[h][at + i] = fold(sum[h][at + i], sum[h][at + i + left], lane, d);
+        if (left == 0) sum[h][at] += simd_shuffle_xor(sum[h][at], ushort(d));
+        if ((lane & d) != 0) first += left;
+        if ((lane & d) != 0 && left == 0) writes = false;  // two lanes have the same one
+        held = max(left, 1u);
       }
+      if (writes)
+        UNROLL for (uint i = 0; i < VALUE_CHANNELS; ++i)
+          if (i < held) sums[(to + h) * VALUE_PADDED + part * VALUE_CHANNELS + first + i] = sum[h][at + i];
+    }
   }
 }

@@ -6,12 +6,8 @@
 // The sums stay in matrices. When a maximum rises they are multiplied by a diagonal matrix from the left, so nothing
 // that is not finite may enter them: 0 · NaN would reach other rows. A row that sees damage is marked, and NaN when it
 // is written. With a threshold (N_SKIPS) values are read only of keys that some row may give a weight that counts.
-#define KEY_CHUNKS (KEY_PADDED / KEY_CHUNK)
-#define VALUE_CHUNKS (VALUE_PADDED / VALUE_CHUNK)
 #define CHUNK (KEY_CHUNK > VALUE_CHUNK ? KEY_CHUNK : VALUE_CHUNK)
 #define STRIDE (CHUNK + 4)
-#define KEY_WIDTH (16 * KEY_TAKEN)  // channels that a thread reads at once
-#define VALUE_WIDTH (16 * VALUE_TAKEN)
 #define THREADS (SIMDS * 32)
 
 [[max_total_threads_per_threadgroup(THREADS)]]
@@ -22,6 +18,7 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
                          uint index [[thread_index_in_threadgroup]], uint team [[simdgroup_index_in_threadgroup]],
                          uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float tile[BLOCK * STRIDE];
+  threadgroup uint4 staged[STAGED];
   threadgroup float scores[SIMDS][8 * BLOCK];
   threadgroup float diagonal[SIMDS][64];
   threadgroup float key_factors[BLOCK];
@@ -59,7 +56,9 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
   float offset = active ? bias[base + uint(own)] : 0.0f, highest = LOWEST, total = 0.0f;
   float known = LOWEST;  // the logarithm of the sum of all weights is at least this
   bool damaged = false;
-  float key_level = key_own_level(lane), value_level = value_own_level(lane);
+  float key_levels[KEY_HOLDS], value_levels[VALUE_HOLDS];
+  key_own_levels(lane, key_levels);
+  value_own_levels(lane, value_levels);
   simdgroup_float8x8 sum[VALUE_PADDED / 8];
   UNROLL for (uint c = 0; c < VALUE_PADDED / 8; ++c) sum[c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 
@@ -91,17 +90,18 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
     simdgroup_float8x8 product[BLOCK / 8];
     UNROLL for (uint k = 0; k < BLOCK / 8; ++k) product[k] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (uint chunk = 0; chunk < KEY_CHUNKS; ++chunk) {
-      if (chunk > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
+#if KEY_STAGED
+      if (chunk == 0 || !KEY_WHOLE) key_stage(keys, pages, slots, ~0u, chunk, kv_head, numbers, index, staged);
+#endif
+      if (chunk > 0 || KEY_STAGED) threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint from = 0; from < BLOCK * (KEY_CHUNK / KEY_WIDTH); from += THREADS) {
         uint u = from + index, key = u / (KEY_CHUNK / KEY_WIDTH), channel = u % (KEY_CHUNK / KEY_WIDTH) * KEY_WIDTH;
-        uint words[KEY_TAKEN * KEY_WORDS];
+        uint words[KEY_WIDTH / 16 * KEY_WORDS];
         bool inside = u < BLOCK * (KEY_CHUNK / KEY_WIDTH);
-        UNROLL for (uint i = 0; i < KEY_TAKEN * KEY_WORDS; ++i) words[i] = 0;
-        if (inside && pages[key] >= 0)
-          key_fetch_taken(key_row(keys, pages[key], slots[key], kv_head, numbers), (chunk * KEY_CHUNK + channel) / 16,
-                          words);
+        int page = inside ? pages[key] : -1, slot = inside ? slots[key] : 0;
+        key_take(keys, page, slot, key, chunk, channel, page >= 0, kv_head, numbers, staged, words);
         UNROLL for (uint i = 0; i < KEY_WIDTH; ++i) {
-          float level = key_number(words + i / 16 * KEY_WORDS, i % 16, key_level);
+          float level = key_number(words + i / 16 * KEY_WORDS, i % 16, key_levels);
           if (inside) tile[key * STRIDE + channel + i] = level;
         }
       }
@@ -180,18 +180,19 @@ kernel void attend_tiles(device const float* queries, device const float* bias, 
     UNROLL for (uint k = 0; k < BLOCK / 8; ++k) simdgroup_load(product[k], scores[team] + k * 8, BLOCK);
 
     UNROLL for (uint chunk = 0; chunk < VALUE_CHUNKS; ++chunk) {
+#if VALUE_STAGED
+      if (chunk == 0 || !VALUE_WHOLE) value_stage(values, pages, slots, read, chunk, kv_head, numbers, index, staged);
+#endif
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint from = 0; from < BLOCK * (VALUE_CHUNK / VALUE_WIDTH); from += THREADS) {
         uint u = from + index, key = u / (VALUE_CHUNK / VALUE_WIDTH);
-        uint channel = u % (VALUE_CHUNK / VALUE_WIDTH) * VALUE_WIDTH, words[VALUE_TAKEN * VALUE_WORDS];
+        uint channel = u % (VALUE_CHUNK / VALUE_WIDTH) * VALUE_WIDTH, words[VALUE_WIDTH / 16 * VALUE_WORDS];
         bool inside = u < BLOCK * (VALUE_CHUNK / VALUE_WIDTH), whole = true;
-        bool there = inside && pages[key] >= 0 && (read >> key) & 1u;
-        UNROLL for (uint i = 0; i < VALUE_TAKEN * VALUE_WORDS; ++i) words[i] = 0;
-        if (there)
-          value_fetch_taken(value_row(values, pages[key], slots[key], kv_head, numbers),
-                            (chunk * VALUE_CHUNK + channel) / 16, words);
+        int page = inside ? pages[key] : -1, slot = inside ? slots[key] : 0;
+        bool there = page >= 0 && ((read >> key) & 1u) != 0;
+        value_take(values, page, slot, key, chunk, channel, there, kv_head, numbers, staged, words);
         UNROLL for (uint i = 0; i < VALUE_WIDTH; ++i) {
-          float level = value_number(words + i / 16 * VALUE_WORDS, i % 16, value_level);
+          float level = value_number(words + i / 16 * VALUE_WORDS, i % 16, value_levels);
           bool good = VALUE_BITS != 16 || is_finite(level);  // levels are
           whole = whole && good;
           if (inside) tile[key * STRIDE + channel + i] = there && good ? level : 0.0f;

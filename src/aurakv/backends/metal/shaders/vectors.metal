@@ -7,7 +7,8 @@ kernel void decode(device const uchar* data, device const uchar* scales, device 
                    uint team [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float y[4][SIDE_PADDED];
   uint vector = position / 32, head = vector % uint(N_HEADS);
-  float mine = side_own_level(lane), scale = SIDE_BITS == 16 ? 1.0f : read_number(scales, vector, SIDE_DTYPE);
+  float mine[SIDE_HOLDS], scale = SIDE_BITS == 16 ? 1.0f : read_number(scales, vector, SIDE_DTYPE);
+  side_own_levels(lane, mine);
   for (uint first = 0; first < SIDE_UNITS; first += 32) {
     uint unit = first + lane, words[SIDE_WORDS];
     for (uint i = 0; i < SIDE_WORDS; ++i) words[i] = 0;
@@ -35,7 +36,8 @@ kernel void scores(device const float* queries, device const float* bias, device
   threadgroup float y[4][SIDE_PADDED];
   uint vector = position / 32, kv_heads = uint(N_KV_HEADS), key = vector / kv_heads, kv_head = vector % kv_heads;
   uint group = uint(N_GROUP), heads = group * kv_heads;
-  float mine = side_own_level(lane), scale = SIDE_BITS == 16 ? 1.0f : read_number(scales, vector, SIDE_DTYPE);
+  float mine[SIDE_HOLDS], scale = SIDE_BITS == 16 ? 1.0f : read_number(scales, vector, SIDE_DTYPE);
+  side_own_levels(lane, mine);
   for (uint first = 0; first < SIDE_UNITS; first += 32) {
     uint unit = first + lane, words[SIDE_WORDS];
     for (uint i = 0; i < SIDE_WORDS; ++i) words[i] = 0;
@@ -67,7 +69,8 @@ kernel void values(device const uchar* weights, device const uchar* data, device
   threadgroup float y[4][SIDE_PADDED];
   uint vector = position / 32, kv_heads = uint(N_KV_HEADS), kv_head = vector % uint(N_HEADS) / uint(N_GROUP);
   uint count = uint(N_KEYS);
-  float mine = side_own_level(lane), total = 0.0f, sum[HELD * 16];
+  float mine[SIDE_HOLDS], total = 0.0f, sum[HELD * 16];
+  side_own_levels(lane, mine);
   for (uint i = 0; i < HELD * 16; ++i) sum[i] = 0.0f;
   for (uint first = 0; first < count; first += 32 / SIDE_LANES) {
     uint key = first + lane / SIDE_LANES;

@@ -1,5 +1,5 @@
-// Scalars, vectors and mathematics of Metal for g++. A vector's copy is written out: g++ does not watch the load of a
-// plain struct that is passed by value.
+// Scalars, vectors and mathematics of Metal for g++. A vector's copy is written out, as one access of its size: g++ does
+// not watch the load of a plain struct that is passed by value.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -15,14 +15,28 @@ constexpr half operator""h(long double x) { return half(float(x)); }
 #define MTL_QUIET __attribute__((no_sanitize("thread"), noinline))
 #define MTL_INLINE __attribute__((always_inline)) inline
 
+namespace mtl {
+template <size_t Bytes, size_t Aligned> struct Wide { static const bool known = false; };
+#define MTL_WIDE(BYTES, T) \
+  template <size_t Aligned> struct Wide<BYTES, Aligned> { static const bool known = true; typedef T __attribute__((may_alias, aligned(Aligned))) type; };
+MTL_WIDE(2, ushort) MTL_WIDE(4, uint) MTL_WIDE(8, ulong) MTL_WIDE(16, unsigned __int128)
+template <size_t Aligned, class T, int N, bool = (N != 3) && Wide<sizeof(T) * N, Aligned>::known> struct Copy {
+  static MTL_INLINE void go(T* to, const T* from) { for (int i = 0; i < N; ++i) to[i] = from[i]; }
+};
+template <size_t Aligned, class T, int N> struct Copy<Aligned, T, N, true> {
+  typedef typename Wide<sizeof(T) * N, Aligned>::type All;
+  static MTL_INLINE void go(T* to, const T* from) { *(All*)to = *(const All*)from; }
+};
+}  // namespace mtl
+
 namespace metal {
 template <class T, int N> struct vec;
 #define MTL_VEC(N, SIZE, ARGS, INIT, ...)                                                             \
   template <class T> struct alignas(sizeof(T) * SIZE) vec<T, N> {                                     \
     T __VA_ARGS__;                                                                                    \
     vec() = default;                                                                                  \
-    MTL_INLINE vec(const vec& o) { for (int i = 0; i < N; ++i) (*this)[i] = o[i]; }                   \
-    MTL_INLINE vec& operator=(const vec& o) { for (int i = 0; i < N; ++i) (*this)[i] = o[i]; return *this; } \
+    MTL_INLINE vec(const vec& o) { mtl::Copy<sizeof(T) * SIZE, T, N>::go((T*)this, (const T*)&o); }   \
+    MTL_INLINE vec& operator=(const vec& o) { mtl::Copy<sizeof(T) * SIZE, T, N>::go((T*)this, (const T*)&o); return *this; } \
     MTL_INLINE vec ARGS : INIT {}                                                                     \
     MTL_INLINE vec(T s) { for (int i = 0; i < N; ++i) (*this)[i] = s; }                               \
     template <class U> MTL_INLINE explicit vec(const vec<U, N>& o) { for (int i = 0; i < N; ++i) (*this)[i] = T(o[i]); } \
@@ -35,7 +49,7 @@ MTL_VEC(3, 4, (T a, T b, T c), x(a) MTL_COMMA y(b) MTL_COMMA z(c), x, y, z)
 MTL_VEC(4, 4, (T a, T b, T c, T d), x(a) MTL_COMMA y(b) MTL_COMMA z(c) MTL_COMMA w(d), x, y, z, w)
 template <class T, int N> struct packed_vec {  // aligned like one number
   T c[N];
-  MTL_INLINE operator vec<T, N>() const { vec<T, N> r; for (int i = 0; i < N; ++i) r[i] = c[i]; return r; }
+  MTL_INLINE operator vec<T, N>() const { vec<T, N> r; mtl::Copy<sizeof(T), T, N>::go((T*)&r, c); return r; }
 };
 template <class T> struct same { typedef T type; };
 #define MTL_OP(o)                                                                                     \

@@ -20,7 +20,7 @@ struct Fiber { ucontext_t boot; jmp_buf at; bool started; State state; const cha
 // several simdgroups, ANY: several groups. Ticks count barriers, subs count simdgroup barriers.
 struct Mark { uint writer, wtick, wsub, reader, rtick, rsub; };
 // Marks are kept by word, in that of its first byte, until an access is no whole word.
-struct Region { uintptr_t lo, hi; int index; bool constant; Mark* marks; void* mapped; size_t size; bool by_byte; uint64_t read, written; };
+struct Region { uintptr_t lo, hi; int index; bool constant; Mark* marks; void* mapped; size_t size; bool by_byte; uint64_t read, written, wide; };
 const uint NONE = 0, ANY = ~0u, WIDTH = 2048, MANY = 1024;
 const size_t STACK = 128 << 10, GAP = size_t(1) << 32;
 const uint64_t MOST_STEPS = uint64_t(4) << 30;
@@ -104,6 +104,7 @@ static void access(uintptr_t p, size_t n, bool write, void* ret) {
   Region* r = find(p, n, write, ret);
   if (!r) return;
   (write ? r->written : r->read) += n;
+  if (!write && n == 16) r->wide += n;
   if (r->constant) return;
   uint self = me(), now = r == &shared ? tick_tg : tick_device, s = sub[cur->ids.simd];
   size_t from = p - r->lo;
@@ -183,18 +184,19 @@ void* mtl_alloc(size_t n, size_t offset, int index, int constant) {  // alone in
   char* p = (char*)mmap(nullptr, GAP + room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED || (room && mprotect(p + GAP / 2, room, PROT_READ | PROT_WRITE))) return nullptr;
   uintptr_t lo = uintptr_t(p) + GAP / 2 + offset;
-  regions.push_back({lo, lo + n, index, bool(constant), constant ? nullptr : (Mark*)calloc(n + 4, sizeof(Mark)), p, GAP + room, false, 0, 0});
+  regions.push_back({lo, lo + n, index, bool(constant), constant ? nullptr : (Mark*)calloc(n + 4, sizeof(Mark)), p, GAP + room, false, 0, 0, 0});
   return (void*)lo;
 }
-// What the last launch did: bytes read and written of an argument, or of threadgroup memory (−1); simd operations, barriers.
+// What the last launch did: bytes read and written of an argument, or of threadgroup memory (−1); simd operations, barriers;
+// and of the bytes read those that came 16 at a time.
 void mtl_counts(int index, uint64_t* out) {
   const Region* r = index < 0 ? &shared : &regions[index];
-  out[0] = r->read; out[1] = r->written; out[2] = simd_operations; out[3] = barriers;
+  out[0] = r->read; out[1] = r->written; out[2] = simd_operations; out[3] = barriers; out[4] = r->wide;
 }
 void mtl_free_all() { for (auto& r : regions) { munmap(r.mapped, r.size); free(r.marks); } regions.clear(); }
 void mtl_launch(void (*fn)(void**), void** a, const uint* T, const uint* G, char* lo, char* hi, int backwards, char* error) {
   entry = fn; arguments = a; message = error; *error = 0; group_index = 0; cur = nullptr;
-  steps = simd_operations = barriers = shared.read = shared.written = 0;
+  steps = simd_operations = barriers = shared.read = shared.written = shared.wide = 0;
   uint most = G[0] * G[1] * G[2];
   if (most > 1024) return fail("a threadgroup of %u threads: at most 1024", most);
   if (hi - lo > 32768) return fail("%zu bytes of threadgroup memory: at most 32768", size_t(hi - lo));
@@ -204,7 +206,7 @@ void mtl_launch(void (*fn)(void**), void** a, const uint* T, const uint* G, char
   for (uint z = 0; z < groups.z; ++z) for (uint y = 0; y < groups.y; ++y) for (uint x = 0; x < groups.x; ++x, ++group_index) {
     std::memset(lo, 0xff, hi - lo);  // NaN in every float type
     shared_marks.assign(hi - lo + 4, Mark{}); ++tick_tg; ++tick_device;
-    shared = Region{uintptr_t(lo), uintptr_t(hi), -1, false, shared_marks.data(), nullptr, 0, false, shared.read, shared.written};
+    shared = Region{uintptr_t(lo), uintptr_t(hi), -1, false, shared_marks.data(), nullptr, 0, false, shared.read, shared.written, shared.wide};
     uint3 at(x, y, z), size; uint n = 1;
     for (int d = 0; d < 3; ++d) { size[d] = metal::min(G[d], T[d] - at[d] * G[d]); n *= size[d]; }  // the last group may be ragged
     for (uint t = 0; t < n; ++t) {
