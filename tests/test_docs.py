@@ -1,5 +1,6 @@
 """The documents are true: their Python runs, and docs/format.md alone is enough to read what the library writes."""
 
+import ast
 import hashlib
 import importlib.util
 import json
@@ -150,10 +151,10 @@ def test_fitted_codes(document, dim, bits):
         codec.rotate(x.double())[:, 0].tolist(), codes.data[:, 0], codes.scale[:, 0], strict=True
     ):
         a, d = found[0][0].tolist(), found[1][0].tolist()
-        expected, own, _, energy = document["fitted"](row, a, d, document["levels"]("int8", bits))
+        expected, stored = document["fitted"](row, a, d, document["levels"]("int8", bits))
         if document["unpack"](bytes(data.tolist()), bits) == expected:
             same += 1
-            assert float(scale) == pytest.approx((own / energy) ** 0.5, rel=1e-5)
+            assert float(scale) == pytest.approx(stored, rel=1e-5)
     assert same >= 7  # rounding may turn a code at a boundary, and those after it
 
 
@@ -267,3 +268,56 @@ def test_every_tensor_and_field_of_a_file_is_documented(tmp_path):
     assert tensors == {name for row in rows for name in re.findall(r"\w+", row[0])}
     rows = table(FORMAT, "field", "meaning")
     assert {*manifest, "max_width"} == {name for row in rows for name in re.findall(r"\w+", row[0])}
+
+
+def sentences_of(folder):
+    """Messages in the code as lists of texts, with None where a value is put in."""
+    found = []
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append([node.value])
+            elif isinstance(node, ast.JoinedStr):
+                found.append([part.value if isinstance(part, ast.Constant) else None for part in node.values])
+    return found
+
+
+def says(message, sentence):
+    """Whether a sentence is what a message begins with, of which some text must be the message's own."""
+    pattern, own = "", 0
+    for part in message:
+        if part is None:
+            pattern += ".+"
+            if own > 12 and re.fullmatch(pattern, sentence):
+                return True
+            continue
+        text = part.removeprefix("aurakv cannot serve this: ")
+        for end in range(len(sentence)):  # where it ends inside of this text
+            rest = sentence[end:]
+            if own + len(rest) > 12 and text.startswith(rest) and re.fullmatch(pattern, sentence[:end]):
+                return True
+        pattern, own = pattern + re.escape(text), own + len(text)
+    return False
+
+
+def test_refusals_of_vllm_are_those_of_the_code():
+    """Every sentence in the table of docs/lab/serving.md is one that the plugin says, and all that are about models and
+    options are there."""
+    messages = sentences_of(ROOT / "src/aurakv/vllm") + sentences_of(ROOT / "src/aurakv/calibration")
+    rows = re.search(
+        r"\| refused \| sentence \|\n.*?\n\n", (DOCS / "lab/serving.md").read_text("utf-8") + "\n\n", re.DOTALL
+    )[0]
+    sentences = [each for row in rows.splitlines()[2:] if row for each in row.split(" | ")[1].rstrip(" |").split("; ")]
+    assert len(sentences) > 15
+    unknown = [each for each in sentences if not any(says(message, each) for message in messages)]
+    assert not unknown
+    tree = ast.parse((ROOT / "src/aurakv/vllm/adapter.py").read_text("utf-8"))
+    why_not = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "why_not")
+    checks = next(
+        node.value
+        for node in why_not.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "checks"
+    )
+    for check in checks.elts:
+        text = check.elts[1].value if isinstance(check.elts[1], ast.Constant) else check.elts[1].values[0].value
+        assert any(each.startswith(text.split(",")[0].rstrip()) for each in sentences), text

@@ -353,6 +353,7 @@ def test_python_threads_do_not_disturb_each_other(backend, device):
 
 def test_backends_are_chosen_best_first_and_explain_themselves():
     assert kv.why_not("reference", None, "cpu") is None
+    assert kv.why_not("reference", None, "cpu", torch.float64) is None
     assert "reference" in backends.names()
     with pytest.raises(InputError, match="backend must be one of"):
         kv.why_not("nonsense")

@@ -394,6 +394,7 @@ def test_a_page_that_is_not_there_damages():
 
 def test_why_not(monkeypatch):
     assert "on the CPU" in str(kv.why_not("native", device="cuda"))
+    assert kv.why_not("native", dtype=torch.float64) == "it computes in float32: float64 arguments, too"
     assert kv.backends.select(None, None, torch.device("cpu")).name == "native"
     with pytest.raises(InputError, match="native-generic"):
         kv.why_not("native-sse")

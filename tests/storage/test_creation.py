@@ -95,6 +95,9 @@ MAKING = [
         "True",
     ),
     case("why_not", lambda w: kv.why_not("gpu"), "backend", "reference", "'gpu'"),
+    case(
+        "why_not dtype", lambda w: kv.why_not("reference", None, "cpu", "float64"), "dtype must be a dtype", "'float64'"
+    ),
     case("why_not format", lambda w: kv.why_not("native", "k99v99"), "format must be a Format", "'k99v99'"),
     case("table kind", lambda w: kv.Codec.key(64, 2, table=5), "level table", "lloyd-max", "5"),
     case("levels kind", lambda w: kv.Codec.key(64, 2, table=["a"] * 4), "level table", "numbers", "'a'"),

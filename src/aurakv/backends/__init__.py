@@ -76,11 +76,24 @@ def register(backend: Backend) -> None:
     _registered[backend.name] = backend
 
 
-def why_not(backend: str, format: Format | None = None, device: torch.device | str = "cpu") -> str | None:
-    """None if the backend can run this format on this device, else one sentence that says why not."""
+def why_not(
+    backend: str,
+    format: Format | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    """None if the backend can run this format on this device, and compute tensors of this dtype in float64 if that is
+    the dtype; else one sentence that says why not."""
     if format is not None:
         instance("format", format, Format)
-    return _load(backend).why_not(format, torch.device(device))
+    if dtype is not None:
+        instance("dtype", dtype, torch.dtype)
+    chosen, where = _load(backend), torch.device(device)
+    reason = chosen.why_not(format, where)
+    if reason is None and dtype == torch.float64 and not chosen.float64:
+        lacking = "an Apple GPU has no float64" if where.type == "mps" else "float64 arguments, too"
+        reason = f"it computes in float32: {lacking}"
+    return reason
 
 
 def fast_error(backend: str) -> float:

@@ -42,7 +42,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--head-dim", type=arguments.count, default=128, help="dimension of a head (default 128)")
     parser.add_argument("--page", type=arguments.count, help="tokens a page (default one page per sequence)")
     parser.add_argument("--backend", help="a backend by name (default the best; see aurakv info)")
-    parser.add_argument("--device", help="cpu, cuda, … (default a GPU that torch can use, else the CPU)")
+    parser.add_argument("--device", help="cpu, cuda, mps, … (default cuda where torch can use it, else cpu)")
     parser.add_argument("--threads", type=arguments.threads, help="of the CPU (default what torch takes)")
     parser.add_argument("--rounds", type=arguments.count, default=7, help="samples of each method (default 7)")
     parser.add_argument(

@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_place(parser: argparse.ArgumentParser) -> None:
     """Where a model runs, and how."""
-    parser.add_argument("--device", help="cpu, cuda, … (default a GPU that torch can use, else the CPU)")
+    parser.add_argument("--device", help="cpu, cuda, mps, … (default cuda where torch can use it, else cpu)")
     parser.add_argument("--dtype", choices=arguments.DTYPES, help="of the model (default f32 on a CPU, bf16 elsewhere)")
     parser.add_argument("--threads", type=arguments.threads, help="of the CPU (default what torch takes)")
 
