@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def marks_of(names: list[str], policies: dict[str, Policy], device: torch.device) -> dict[str, dict[str, str]]:
-    """What else a row depends on, by its name: rows of another policy, or of codes that were chosen otherwise, are measured
+    """What else a row depends on, by its name: rows of another policy, or of codes chosen otherwise, are measured
     again."""
     from ..calibration.policy import FITTED_ON
     from ..evaluation import rivals
