@@ -47,6 +47,24 @@ def test_crop(name):
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
 
 
+def test_crop_beyond_the_recent_tokens():
+    """Those that are no longer held uncompressed come back from codes, in every layer."""
+    _, ours = made("llama")
+    ids = prompt(2, 200)
+    cache = AuraCache(ours.config, "k4v4", recent=3)
+    logits(ours, cache, ids, (200,))
+    cache.crop(-90)
+    assert cache.get_seq_length() == 110
+    for layer in cache.compressed:
+        for used, coded in zip(layer.cache.decode(1, query=110), layer.cache.decode(1), strict=True):
+            torch.testing.assert_close(used[4:], coded[4:])
+    with torch.no_grad():
+        ours(ids[:, 110:112], past_key_values=cache)
+    for used, coded in zip(layer.cache.decode(1, query=112), layer.cache.decode(1), strict=True):
+        torch.testing.assert_close(used[4:110], coded[4:110])
+        assert not torch.allclose(used[110:], coded[110:]), "the new ones are as they came"
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_crop_beyond_what_a_window_keeps(name):
     """Refused for all layers or none, also where only some have a window."""

@@ -266,6 +266,44 @@ def test_uncompressed_tokens_survive_truncation_within_their_rollback():
     assert caches[0].lengths == [189]
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("length", [190, 150, 99, 40, 17, 3, 0])
+def test_recent_tokens_come_back_from_codes(kind, length, backend):
+    """The last ones as they were where they are still held, else as what their codes stand for."""
+    k, v = tokens(200)
+    cache = make(kind, seqs=2, backend=backend, uncompressed=Uncompressed(2, 10, torch.float32, rollback=0))
+    cache.append(k, v, [0, 200, 200])
+    cache.fork(0, 1)
+    before = cache.decode(0, query=200)
+    lost = 16 < length < 190
+    if lost:
+        with pytest.raises(CapacityError, match="rolled back by 0"):
+            cache.truncate(1, length)
+    cache.truncate(1, length, from_codes=True)
+    assert cache.lengths == [200, length]
+    assert same(cache.decode(0, query=200), before), "the sequence that it was forked from stays"
+    for got, wanted, exact in zip(cache.decode(1, query=length), cache.decode(1), (k, v), strict=True):
+        wanted[:2] = exact[:2][:length]
+        recent = torch.arange(max(0, length - 9), length)  # the query at this length is the tenth
+        kept = recent if not lost else recent[recent < 16]  # the first page of the ring always stays
+        wanted[kept] = exact[kept]
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+    new = tokens(2, seed=5)
+    cache.append(*new, [0, 1, 2])
+    assert cache.lengths == [201, length + 1]
+    for got, exact in zip(cache.decode(1, query=length + 1), new, strict=True):
+        assert torch.equal(got[-1], exact[1]), "what follows is recent again"
+
+
+def test_a_ring_truncates_from_codes_within_its_own_rollback():
+    cache = make("ring", uncompressed=Uncompressed(2, 10, torch.float32, rollback=0))
+    cache.append(*tokens(200), [0, 200, 200, 200])
+    cache.truncate(0, 193, from_codes=True)
+    with pytest.raises(CapacityError, match="rolled back by 8"):
+        cache.truncate(0, 100, from_codes=True)
+    assert cache.lengths == [193, 0, 0]
+
+
 def test_bytes_held_counts_what_tensors_hold():
     cache = make("contiguous", seqs=2, uncompressed=Uncompressed(4, 32))
     cache.append(*tokens(300), [0, 200, 300])

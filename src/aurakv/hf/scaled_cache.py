@@ -37,7 +37,9 @@ class ScaledCache:
         format = Format.parse(policy.format, (key_dim, v.shape[3]), dtype)
         uncompressed = None
         if (options.first or options.recent) and (format.key.coded or format.value.coded):
-            uncompressed = Uncompressed(options.first, options.recent, dtype, options.rollback)
+            uncompressed = Uncompressed(
+                options.first, options.recent, dtype, rollback=0
+            )  # what is lost comes from codes
         given: dict[str, Any] = {"device": k.device, "uncompressed": uncompressed, "backend": options.backend}
         for name in ("key_offset", "value_offset"):
             offset = getattr(policy, name)

@@ -85,7 +85,7 @@ class StoredTokens:
         padding = self.padding.copy()
         lengths = [length - gone for length, gone in zip(self.lengths, padding.crop(count), strict=True)]
         for seq, length in enumerate(lengths):
-            self.scaled.cache.check_truncate(seq, length)
+            self.scaled.cache.check_truncate(seq, length, from_codes=True)
         return padding, lengths
 
     def crop(self, count: int) -> None:
@@ -93,7 +93,7 @@ class StoredTokens:
         padding, lengths = self.cropped(count)
         if self.scaled is not None:
             for seq, length in enumerate(lengths):
-                self.scaled.cache.truncate(seq, length)
+                self.scaled.cache.truncate(seq, length, from_codes=True)
         self.padding = padding
         self.calibration.crop(padding.total)
 

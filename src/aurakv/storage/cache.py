@@ -270,22 +270,30 @@ class KVCache:
         self._refresh()
         self._make_room([0, *itertools.accumulate(new)])
 
-    def truncate(self, seq: int, length: int) -> None:
-        """Forget the tokens of a sequence from position `length` on."""
-        seq, length = self.check_truncate(seq, length)
+    def truncate(self, seq: int, length: int, *, from_codes: bool = False) -> None:
+        """Forget the tokens of a sequence from position `length` on.
+
+        Recent tokens that are no longer held uncompressed are refused, or come back `from_codes`, as accurate as these.
+        """
+        seq, length = self.check_truncate(seq, length, from_codes=from_codes)
         self._prepared = None
+        uncompressed = self.uncompressed_table
+        lost = uncompressed is not None and not uncompressed.holds_window(length, uncompressed.highest[seq])
         for table in self.page_tables:
             table.truncate(seq, min(length, table.lengths[seq]))
+        if lost:
+            reading.restore_recent(self, seq)
 
-    def check_truncate(self, seq: int, length: int) -> tuple[int, int]:
+    def check_truncate(self, seq: int, length: int, *, from_codes: bool = False) -> tuple[int, int]:
         """Raise what `truncate` would raise and change nothing: for those who truncate several sequences or caches.
 
         Returns both as plain numbers.
         """
+        instance("from_codes", from_codes, bool)
         self.sync()
         seq = self.page_table.check_seq(seq)
         length = checks.truncate(seq, length, self.page_table.lengths[seq])
-        for table in self.page_tables:
+        for table in [self.page_table] if from_codes else self.page_tables:
             table.check_rollback(seq, length)
         return seq, length
 

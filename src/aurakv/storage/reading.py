@@ -26,9 +26,8 @@ def saturated(codes: Codes) -> int:
 
 def decode(cache: KVCache, seq: int, dtype: torch.dtype, query: int | None) -> tuple[Tensor, Tensor]:
     """Keys and values of a sequence at the positions it holds; those that the query uses uncompressed are that."""
-    (keys, values), pool, backend = cache.codes(seq), cache.pool, cache.backend
-    k = ops.decode(keys, pool.format.key, pool.key_offset, dtype=dtype, backend=backend)
-    v = ops.decode(values, pool.format.value, pool.value_offset, dtype=dtype, backend=backend)
+    k, v = _decode_at(cache, seq, cache.positions(seq), dtype)
+    backend = cache.backend
     query = None if query is None else whole("query", query, 0, MAX_LENGTH)
     if query is not None and cache.uncompressed_table is not None:
         uncompressed, positions = cache.uncompressed_table, cache.page_table.positions(seq)
@@ -38,6 +37,29 @@ def decode(cache: KVCache, seq: int, dtype: torch.dtype, query: int | None) -> t
         keys, values = uncompressed.pages.stored(seq, held)
         k[at] = ops.decode(keys, format.key, dtype=dtype, backend=backend)
         v[at] = ops.decode(values, format.value, dtype=dtype, backend=backend)
+    return k, v
+
+
+def restore_recent(cache: KVCache, seq: int) -> None:
+    """Fill the ring of uncompressed tokens with the last ones of a sequence as their codes have them."""
+    table = cache.uncompressed_table
+    assert table is not None
+    length, pinned = table.lengths[seq], table.pinned * table.pool.page_size
+    held = 0 if cache.page_table.kept is None else cache.page_table.oldest(seq)
+    start = max(pinned, length - table.pages.wrap, held)
+    k, v = _decode_at(cache, seq, torch.arange(start, length, device=table.pool.device), cache.uncompressed.dtype)
+    table.place(seq, start, start)
+    bounds = [0] * (seq + 1) + [length - start] * (cache.seqs - seq)
+    table.make_room(bounds)
+    ops.append(table.pages, k, v, bounds, backend=cache.backend)
+    table.advance(bounds)
+
+
+def _decode_at(cache: KVCache, seq: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What the codes at some positions of a sequence stand for."""
+    (keys, values), pool, backend = cache.pages.stored(seq, positions), cache.pool, cache.backend
+    k = ops.decode(keys, pool.format.key, pool.key_offset, dtype=dtype, backend=backend)
+    v = ops.decode(values, pool.format.value, pool.value_offset, dtype=dtype, backend=backend)
     return k, v
 
 
