@@ -38,6 +38,19 @@ def test_rows_are_those_of_compare(answer, small, tmp_path):
     assert got["model"] == small.name
 
 
+def test_recent_tokens_of_formats_and_policies(answer, refused, small, tmp_path):
+    policy = tmp_path / "policy.json"
+    Policy(2, 16, (LayerPolicy("k4v4"),) * 2, first=1).save(policy)
+    names = ["k4v4", "recent8:k4v4", f"recent3:{policy}"]
+    got = answer("eval", "--model", small, *ARGS, "--formats", ",".join(names))
+    rows = {row["name"]: row for row in got["rows"]}
+    assert rows["k4v4"]["kl"] > rows["recent8:k4v4"]["kl"]
+    assert [rows[name]["tokens_from_codes"] for name in names] == [196, 188, 196]
+    said = refused("eval", "--model", small, *ARGS, "--formats", "recent8:plain:k4v4")
+    assert "recent8:plain:k4v4 in --formats" in said
+    assert "recentx:k4v4" in refused("eval", "--model", small, *ARGS, "--formats", "recentx:k4v4")
+
+
 def test_what_is_in_the_file_is_not_measured_again(answer, call, small, tmp_path, monkeypatch):
     path = tmp_path / "rows.json"
     args = ("eval", "--model", small, *ARGS, "--resume", path)
@@ -78,7 +91,13 @@ def test_rivals_needles_and_a_picture(answer, call, small, tmp_path):
 
 
 def test_kinds_and_means():
-    names = {"k4v4": "format", "plain:k4v4": "plain", "turboquant_k8v4": "rival", "smollm2-135m": "policy"}
+    names = {
+        "k4v4": "format",
+        "plain:k4v4": "plain",
+        "recent8:k4v4": "recent",
+        "turboquant_k8v4": "rival",
+        "smollm2-135m": "policy",
+    }
     assert {name: eval_plot.kind(name) for name in names} == names
     rows = [{"name": "a", "kl": 0.1, "bytes_per_token": 10}, {"name": "a", "kl": 0.3, "bytes_per_token": 12}]
     assert eval_plot.means([*rows, {"name": "uncompressed", "kl": 0, "bytes_per_token": 9}]) == {"a": (11, 0.2)}

@@ -42,8 +42,8 @@ def add(subparsers: Any) -> None:
         "The text goes through the model in chunks, and each token reads the compressed history, as in decoding.\n"
         "For each format: perplexity, mean KL divergence from the uncompressed model in nats, how often both\n"
         "find the same token most likely, bytes per token counted from the tensors held, and how many tokens were\n"
-        "read from codes. A format is a name such as k4v4, a policy (its name or .json file), or plain:k4v4: codes\n"
-        "alone, without uncompressed tokens and calibrated keys.",
+        "read from codes. A format is a name such as k4v4, a policy (its name or .json file), plain:k4v4 (codes\n"
+        "alone, no uncompressed tokens, no calibrated keys), or recent16:k4v4 (the last 16 tokens uncompressed).",
         [
             "aurakv eval",
             "aurakv eval --text report.txt --tokens 4K --formats k8v4,k4v4,plain:k4v4 --plot quality.png",
@@ -72,7 +72,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    arguments.check_formats(args.formats, others=[arguments.AUTO, PLAIN, *RIVALS])
+    arguments.check_formats(args.formats, others=[arguments.AUTO, PLAIN, arguments.RECENT, *RIVALS])
     if len(set(args.formats)) < len(args.formats):
         raise InputError(f"--formats must name each format once, got {cut(','.join(args.formats))}")
     if args.lengths is not None and not args.needle:
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
     makers: dict[str, Callable[[], Any]] = {}
     for name in names:
         with arguments.entry(name):
-            policy = Policy.find(name)
+            policy = Policy.find(arguments.recent_and_name(name)[1])
             makers[name] = maker(name, loaded.model.config, policy)
         if policy is not None:
             policies[name] = policy
@@ -155,14 +155,14 @@ def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], 
     from ..evaluation import rivals
     from ..hf import AuraCache
 
-    if policy is not None:
-        make: Callable[[], Any] = lambda: AuraCache(config, policy)  # noqa: E731
-    elif name in rivals.names():
+    recent, format = arguments.recent_and_name(name)
+    if name in rivals.names():
         return lambda: rivals.make(name, config)  # what goes wrong in another library costs its row alone
-    elif name.startswith(PLAIN):
+    make: Callable[[], Any]
+    if name.startswith(PLAIN):
         make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0, calibrate=False)  # noqa: E731
     else:
-        make = lambda: AuraCache(config, name)  # noqa: E731
+        make = lambda: AuraCache(config, policy or format, recent=recent)  # noqa: E731
     make()
     return make
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.plot import COLOURS, GRID, INK, MUTED, RIVAL, figure
+from . import arguments
 
 _KINDS = {  # of caches: colour, mark, what the legend says
     "format": (COLOURS[0], "o", "aurakv"),
+    "recent": (COLOURS[3], "D", "aurakv, recent tokens uncompressed"),
     "policy": (COLOURS[2], "*", "aurakv, tuned policy"),
     "plain": (COLOURS[1], "s", "aurakv, codes alone"),
     "rival": (RIVAL, "X", "other libraries"),
@@ -25,7 +27,7 @@ def save(models: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
     axes[0].set_ylabel("mean KL divergence from uncompressed, nats", color=INK, fontsize=10)
     found = {label: mark for axis in axes for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     marks = [found[legend] for _, _, legend in _KINDS.values() if legend in found]
-    made.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
+    made.legend(handles=marks, loc="outside lower center", ncols=5, frameon=False, fontsize=9, labelcolor=INK)
     made.savefig(path)
 
 
@@ -52,8 +54,10 @@ def kind(name: str) -> str:
 
     if name in rivals.names():
         return "rival"
-    if name.startswith("plain:"):
+    if name.startswith(arguments.PLAIN):
         return "plain"
+    if arguments.recent_and_name(name)[0]:
+        return "recent"
     return "format" if name[0] == "k" and name[1:2].isdigit() else "policy"
 
 
@@ -119,4 +123,5 @@ def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _short(name: str) -> str:
-    return Path(name).stem if name.endswith(".json") else name.removeprefix("plain:").replace("turboquant_", "tq ")
+    name = arguments.recent_and_name(name)[1].removeprefix(arguments.PLAIN)
+    return Path(name).stem if name.endswith(".json") else name.replace("turboquant_", "tq ")
