@@ -89,7 +89,7 @@ def test_plan_of_a_policy(answer, refused, tmp_path, first, recent):
     held = 0
     for layer in policy.layers:
         format = aurakv.Format.parse(layer.format, 64)
-        uncompressed = Uncompressed(first, recent, torch.bfloat16, 32) if format.key.coded else None
+        uncompressed = Uncompressed(first, recent, torch.bfloat16, 0) if format.key.coded else None
         cache = aurakv.KVCache.contiguous(format, 1, 2, capacity=640, uncompressed=uncompressed)
         cache.append(torch.zeros(640, 2, 64), torch.zeros(640, 2, 64), [0, 640])
         held += sum(table.pool.data.nbytes for table in cache.page_tables)

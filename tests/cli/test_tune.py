@@ -49,6 +49,17 @@ def test_a_policy_within_the_size(answer, call, small, tmp_path, monkeypatch):
     assert json.loads(state.read_text())["kind"] == "aurakv-tuning"
 
 
+def test_recent_tokens_count(answer, small, tmp_path):
+    """They lie in the policy, and their ring is part of the size: 4 pages of 16 tokens, one of them for the first."""
+    out = tmp_path / "recent.json"
+    args = ("tune", "--model", small, *ARGS, "--out", out, "--size", "k4v4", "--context", "2K", "--recent")
+    answer(*args, "5")
+    policy = Policy.load(out)
+    assert (policy.first, policy.recent) == (4, 5)
+    ring, plain = 2 * 2 * 2 * 64 * 16 * 4, 2 * 2 * kv.Format.parse("k4v4", 16).bytes_per_token
+    assert policy.bytes_per_token + ring / 2048 <= plain
+
+
 def test_refusals(refused, small, tmp_path):
     model = ("--model", small, *ARGS)
     assert "--out must be a .json file" in refused("tune", *model, "--out", tmp_path / "policy.txt")

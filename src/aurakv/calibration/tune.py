@@ -28,6 +28,7 @@ from ..hf import AuraCache
 from ..hf.observe import observe
 from ..hf.support import head_dim, slots
 from ..storage.page_table import Kept
+from ..storage.uncompressed import Uncompressed
 from .policy import FIRST, ROLLBACK, Policy
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -57,6 +58,7 @@ def calibrated(
     format: str = "k4v4",
     source: str = "",
     first: int = FIRST,
+    recent: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> Policy:
     """A policy of one format for all layers, with offsets and key scales from a text of at least 64 tokens. `progress`
@@ -66,7 +68,7 @@ def calibrated(
     layers = tuple(seen.moments.layer(format) for seen in observe(model, ids, progress=progress).values())
     offset = layers[0].key_offset
     assert offset is not None
-    return Policy(offset.shape[0], head_dim(model.config), layers, first=first, source=source)
+    return Policy(offset.shape[0], head_dim(model.config), layers, first, recent, source)
 
 
 def sensitivities(
@@ -111,7 +113,8 @@ def shares(config: Any, context: int) -> list[float]:
 def overhead(policy: Policy, itemsize: int, context: int) -> float:
     """Bytes per token and KV head, in all layers, of uncompressed tokens, offsets, key scales and fits."""
     fits = sum(layer.key_weight is not None for layer in policy.layers) * (policy.head_dim + 1)
-    return policy.head_dim * (len(policy.layers) * (2 * policy.first * itemsize + 4 + itemsize) + fits) / context
+    uncompressed = Uncompressed(policy.first, policy.recent, rollback=0).room(context)
+    return policy.head_dim * (len(policy.layers) * (2 * uncompressed * itemsize + 4 + itemsize) + fits) / context
 
 
 def smallest(shares: Sequence[float], head_dim: int) -> float:

@@ -32,12 +32,7 @@ class Layer(NamedTuple):
 
     def uncompressed(self, uncompressed: Uncompressed, tokens: int) -> int:
         """Bytes of the tokens that lie there uncompressed, too."""
-        rows = uncompressed.page_size(min(tokens, uncompressed.first)) if uncompressed.first else 0
-        if uncompressed.recent:
-            rows = 16 * min(
-                Kept(uncompressed.recent, uncompressed.first, 16, uncompressed.rollback).width(16), -(-tokens // 16)
-            )
-        return rows * sum(self.head_dim) * uncompressed.dtype.itemsize * self.kv_heads
+        return uncompressed.room(tokens) * sum(self.head_dim) * uncompressed.dtype.itemsize * self.kv_heads
 
     def read(self, format: Format, tokens: int) -> int:
         """Bytes that the attention of one new token reads."""
@@ -55,7 +50,7 @@ class Model(NamedTuple):
 def row(model: Model, name: str, memory: int, tokens: int, speed: float) -> dict[str, Any]:
     names, first, recent = _formats(model, name)
     pairs = [(layer, format_of(x, layer.head_dim, model.dtype)) for layer, x in zip(model.layers, names, strict=True)]
-    kept = Uncompressed(first, recent, model.dtype, ROLLBACK)
+    kept = Uncompressed(first, recent, model.dtype, rollback=0)
     coded = [layer for layer, format in pairs if format.key.coded or format.value.coded]
 
     def held(count: int) -> int:

@@ -56,6 +56,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--percent", type=float, help="so much larger than --size (default 0)")
     parser.add_argument("--first", type=arguments.natural, default=FIRST, metavar="TOKENS",
                         help=f"of a sequence that stay uncompressed (default {FIRST})")  # fmt: skip
+    parser.add_argument("--recent", type=arguments.natural, default=0, metavar="TOKENS",
+                        help="up to each query that stay uncompressed, too (default 0)")  # fmt: skip
     parser.add_argument("--rounds", type=arguments.natural,
                         help="so often try widths nearby in the whole, with --size (default 0)")  # fmt: skip
     parser.add_argument("--context", type=arguments.tokens, default=4096,
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     used = ids[:, : args.tokens]
     source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
     with screen.progress("reading the text", used.shape[1], lines=True) as step:
-        policy = tune.calibrated(loaded.model, used, size.name, source, args.first, step)
+        policy = tune.calibrated(loaded.model, used, size.name, source, args.first, args.recent, step)
     budget = _budget(args, size, policy, loaded.model)  # refused now, not after all layers were measured
     probe = ids[:, : args.probe]
     with screen.progress("layers alone", 4 * len(policy.layers), lines=True) as step:

@@ -14,6 +14,8 @@ from ..format.codec import Codec, Format
 from .page_table import Kept, PageTable, round_up
 from .pool import PagePool
 
+RING_PAGE = 16  # tokens of a page where recent ones are kept, and queries that such a ring serves at once
+
 
 class Uncompressed(NamedTuple):
     """Tokens used uncompressed: the first of a sequence and, for each query, the most recent, by position alone."""
@@ -43,11 +45,19 @@ class Uncompressed(NamedTuple):
             return None
         format, rows = coded.pool.format, len(coded.rows)
         key, value = (Codec(codec.dim, 16, dtype=self.dtype) for codec in (format.key, format.value))
-        size = 16 if self.recent else self.page_size(0)
+        size = RING_PAGE if self.recent else self.page_size(0)
         pool = PagePool(Format(key, value), 0, size, coded.pool.kv_heads, coded.pool.device, growable=True)
-        if not self.recent:
-            return PageTable(pool, rows, max_width=1)
-        return PageTable(pool, rows, kept=Kept(self.recent, self.first, 16, self.rollback))
+        return PageTable(pool, rows, kept=self._ring) if self.recent else PageTable(pool, rows, max_width=1)
+
+    @property
+    def _ring(self) -> Kept:
+        return Kept(self.recent, self.first, RING_PAGE, self.rollback)
+
+    def room(self, tokens: int) -> int:
+        """How many tokens the table has room for, of a sequence of so many."""
+        if self.recent:
+            return RING_PAGE * min(self._ring.width(RING_PAGE), -(-tokens // RING_PAGE))
+        return self.page_size(min(tokens, self.first)) if self.first else 0
 
     def page_size(self, longest: int) -> int:
         """Of a table of first tokens whose sequences have at most `longest` of them."""
