@@ -330,6 +330,13 @@ def test_source_does_not_depend_on_the_default_device():
     assert there == source.encode(codec, torch.float16)
 
 
+def test_infinity_and_nan_are_told_by_their_bits():
+    """Fast math, which an environment variable of torch turns on, takes neither for possible."""
+    by_value = r"\b(?:isnan|isinf|isfinite|INFINITY|NAN)\b|[=<>]\s*-?infinity\("
+    for file in importlib.resources.files("aurakv.backends.metal").joinpath("shaders").iterdir():
+        assert not re.search(by_value, re.sub("//.*", "", file.read_text(encoding="utf-8"))), file.name
+
+
 def test_the_sources_for_apples_compiler_are_whole():
     """Every specialisation says no word that Metal refuses, and names each file that it is made of."""
     found = metal_sources.sources()

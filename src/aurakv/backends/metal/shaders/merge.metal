@@ -34,7 +34,7 @@ kernel void merge(device const float* sums, device const float* statistics, devi
     if (s + 1 == splits) from_codes = total;
   }
   if (is_finite(logit)) total += exp(logit - top);  // a sink's value is 0
-  bool endless = logit == infinity() && !is_nan(total);  // it outweighs every key
+  bool endless = as_type<uint>(logit) == as_type<uint>(infinity()) && !is_nan(total);  // it outweighs every key
   float inverse = endless || total == 0.0f ? 0.0f : 1.0f / total;
 
   bool whole = true;
