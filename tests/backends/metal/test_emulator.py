@@ -177,6 +177,17 @@ REFUSED = {
     "no address space, at line 3": HEADER + "static float g(const float* x) { return *x; }",
     "recursion: g calls h calls g": HEADER
     + "static int h(int x);\nstatic int g(int x) { return h(x); }\nstatic int h(int x) { return g(x); }",
+    "recursion: f calls f": HEADER + "struct S { int f(int x) const { return x > 0 ? f(x - 1) : 0; } };",
+    "recursion: AGAIN calls f calls AGAIN": HEADER + "#define AGAIN f(x - 1)\nstatic int f(int x) { return AGAIN; }",
+    "Metal has no long long, at line 3": HEADER + "static void f() { long long x = 1; }",
+    "Metal has no long double, at line 3": HEADER + "static float f() { return float(1.5e-3L); }",
+    "Metal has no __builtin_alloca": HEADER + "static void f() { thread int* x = (thread int*)__builtin_alloca(4); }",
+    "variable length": HEADER + "kernel void f(device int* x, constant long& n) { int y[n]; y[0] = 1; x[0] = y[0]; }",
+    "Metal has no pointers to functions": HEADER + "static int f(int x) { int (*g)(int) = f; return g(x); }",
+    "Metal has no lambdas": HEADER + "static int f(int x) { auto g = [&](int y) { return x + y; }; return g(1); }",
+    "Metal has no derived classes": HEADER + "struct A { int a; };\nstruct B : A { int b; };",
+    "Metal has no static variables": HEADER + "static int f() { static int n = 0; return n; }",
+    "only available with .-std=c..17": HEADER + "kernel void f(device float* x) { if constexpr (true) x[0] = 1; }",
     "outside functions must be constant, at line 3": HEADER + "const float x[2] = {1, 2};",
     "belongs into a kernel": HEADER + "static void f() { threadgroup float x[2]; }",
     "must be device or constant": HEADER + "kernel void f(thread float* x) { x[0] = 1; }",
@@ -196,7 +207,7 @@ def test_what_metal_refuses_is_refused(error):
     "word",
     ["double x;", "goto x;", "try {}", "catch (...) {}", "throw 1;", "new int;", "delete x;", "virtual void f();",
      "dynamic_cast<int>(x);", "typeid(x);", "std::max(1, 2);", "asm(\"\");", "thread_local int x;", "malloc(4);",
-     "wchar_t x;"],
+     "wchar_t x;", "calloc(1, 4);", "noexcept(1);", "register int x;", "__asm__(\"\");", "__float128 x;"],
 )  # fmt: skip
 def test_words_that_metal_lacks(word):
     name = re.match(r"\w+", word)[0]
@@ -217,6 +228,14 @@ SIGNATURES = {
 def test_signatures_that_metal_refuses(error):
     with pytest.raises(EmulationError, match=error):
         compile_shader(HEADER + f"kernel void f({SIGNATURES[error]}) {{ x[0] = 1; }}")
+
+
+def test_arguments_that_are_read_only():
+    """Whatever a cast says: clang's front end refuses that of `constant`, C++ takes both."""
+    for space in ("constant", "device const"):
+        library = compile_shader(HEADER + f"kernel void f({space} float* x) {{ ((device float*)x)[0] = 1; }}")
+        with pytest.raises(EmulationError, match="read-only: thread 0 of group 0 writes argument 0, at line 3"):
+            library.f(torch.zeros(1))
 
 
 def test_limits_of_a_launch():

@@ -28,8 +28,8 @@ SIZES = {
 }  # fmt: skip
 MOST_BYTES = 4096  # of a list or number: Metal copies them into the command
 FLAGS = [
-    "-std=c++14", "-O1", "-g1", "-fPIC", "-w", "-ffp-contract=off", "-fsingle-precision-constant",
-    "-fsanitize=thread,bounds,alignment",
+    "-std=c++14", "-Werror=vla", "-Werror=c++17-extensions", "-O1", "-g1", "-fPIC", "-ffp-contract=off",
+    "-fsingle-precision-constant", "-fsanitize=thread,bounds,alignment",
 ]  # fmt: skip
 
 

@@ -22,12 +22,21 @@ MOST_BUFFERS = 31
 MOST_THREADS = 1024
 LIMIT = r"(?:\[\[\s*max_total_threads_per_threadgroup\((.*?)\)\s*\]\]\s*)?"
 FORBIDDEN = (
-    "double", "goto", "try", "catch", "throw", "new", "delete", "virtual", "dynamic_cast", "typeid", "std", "asm",
-    "thread_local", "malloc", "wchar_t",
+    "double", r"long\s+long", "goto", "try", "catch", "throw", "noexcept", "new", "delete", "virtual", "dynamic_cast",
+    "typeid", "std", "asm", "register", "thread_local", "malloc", "calloc", "realloc", "alloca", "wchar_t",
+    r"__(?:builtin_|asm|float|int)\w*",
 )  # fmt: skip
 SCALARS = "bool|char|uchar|short|ushort|int|uint|long|ulong|float|half|size_t|atomic_int|atomic_uint"
 TYPE = rf"(?:(?:packed_)?(?:{SCALARS})[234]?|simdgroup_(?:float|half)8x8|auto|T)"
 SPACES = "device|constant|threadgroup|thread"
+BODY = r"\s*(?:\b(?:const|device|constant|threadgroup|thread)\b\s*)*\{"  # of a function, behind its arguments
+LACKING = {  # what else Metal has not, and how it looks
+    "long double": r"(?<![\w.])(?:\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)[lL]\b",
+    "pointers to functions": r"\(\s*\*\s*\w+\s*\)\s*\(",
+    "lambdas before 3.2": r"\[[&=\w\s,]*\]\s*\([^()]*\)\s*(?:mutable\s*)?(?:->\s*\w+\s*)?\{",
+    "static variables": rf"\bstatic\s+(?:const\s+)?{TYPE}\s+\w+\s*[=;\[]",
+    "derived classes": r"\b(?:struct|class)\s+\w+\s*:(?!:)",
+}
 
 
 class EmulationError(RuntimeError):
@@ -144,6 +153,9 @@ def refuse(text: str) -> None:
     """What Metal refuses and a C++ compiler would not, as far as words tell."""
     for match in re.finditer(rf"\b({'|'.join(FORBIDDEN)})\b", text):
         raise EmulationError(f"Metal has no {match[0]}, at {line_of(text, match.start())}")
+    for what, looks in LACKING.items():
+        if match := re.search(looks, text):
+            raise EmulationError(f"Metal has no {what}, at {line_of(text, match.start())}")
     pointer = rf"(?:\b({SPACES})\s+)?(?:(?:const|volatile)\s+)*\b(?<![<.:]){TYPE}(?:\s+const)?\s*[*&](?!&)"
     for match in re.finditer(pointer, text):
         if match[1] is None and not re.search(rf"\b({SPACES})\s+(?:const\s+)?$", text[: match.start()]):
@@ -167,18 +179,23 @@ def _flattened(text: str) -> str:
 
 
 def _refuse_recursion(text: str) -> None:
-    flat, calls = _flattened(text), {}
-    for match in re.finditer(r"\b(\w+)\s*\([^;{}]*\)\s*\{", flat):
-        start = match.end() - 1
-        body = text[start : closing(text, start, "{}")]
-        calls.setdefault(match[1], set()).update(re.findall(r"\b(\w+)\s*\(", body))
+    """Functions, methods and macros that come back to themselves; where a name has several meanings, by any of them."""
+    macros = re.findall(r"^[ \t]*#define[ \t]+(\w+)(.*(?:\\\n.*)*)", text, re.M)
+    calls = {name: set(re.findall(r"\w+", body)) for name, body in macros}
+    for match in re.finditer(r"\b(\w+)\s*\(", text):
+        end = closing(text, match.end() - 1, "()") + 1
+        if match[1] not in ("if", "for", "while", "switch") and (brace := re.compile(BODY).match(text, end)):
+            body = text[brace.end() - 1 : closing(text, brace.end() - 1, "{}")]
+            words = set(re.findall(r"\b(\w+)\s*\(", body)) | set(re.findall(r"\w+", body)) & {m[0] for m in macros}
+            calls.setdefault(match[1], set()).update(words)
+    finished: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         if name in above:
             raise EmulationError(f"recursion: {' calls '.join((*above, name))}")
-        for callee in calls.get(name, ()):
-            if callee in calls:
-                visit(callee, (*above, name))
+        for callee in sorted(calls[name] & calls.keys() - finished):
+            visit(callee, (*above, name))
+        finished.add(name)
 
     for name in calls:
         visit(name, ())

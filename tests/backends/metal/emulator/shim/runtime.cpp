@@ -105,6 +105,7 @@ static void access(uintptr_t p, size_t n, bool write, void* ret) {
   if (!r) return;
   (write ? r->written : r->read) += n;
   if (!write && n == 16) r->wide += n;
+  if (r->constant && write) fail("read-only: thread %u of group %u writes argument %d, at @%zx", cur->ids.flat, group_index, r->index, place(ret));
   if (r->constant) return;
   uint self = me(), now = r == &shared ? tick_tg : tick_device, s = sub[cur->ids.simd];
   size_t from = p - r->lo;
