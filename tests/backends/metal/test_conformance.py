@@ -10,7 +10,8 @@ import torch
 
 import aurakv as kv
 from aurakv.attention import ops
-from aurakv.format.levels import CODE_BITS
+from aurakv.format.levels import CODE_BITS, TABLES, widths
+from aurakv.format.packing import pack
 from aurakv.testing import CASES, Case, covering_set, run
 from aurakv.testing.cases import GROUPS, PHASES
 from tools.make_golden import DIMS, PATH, vector
@@ -99,3 +100,15 @@ def test_scores_and_values(name, metal):
             got = ops.values(weights.to(device), there, codec, moved, threshold=threshold, backend=backend).cpu()
             want_sum = ops.values(weights, codes, codec, offset, threshold=threshold, backend="reference")
             torch.testing.assert_close(got, want_sum, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("table", marked(TABLES, ["poly7"], str))
+def test_every_code_of_every_table_becomes_its_level(table, metal):
+    """By shuffle or by arithmetic, at each width that the table has."""
+    backend, device = metal
+    for bits in widths(table):
+        codec = kv.Codec(64, bits, table=table, dtype=torch.float32)
+        every = torch.arange(256).reshape(4, 1, 64) % 2**bits
+        codes = kv.Codes(pack(every, bits).to(device), torch.ones(4, 1, device=device))
+        got = ops.decode(codes, codec, rotated=True, backend=backend).cpu()
+        torch.testing.assert_close(got, torch.tensor(codec.levels)[every], atol=0, rtol=3e-7)
