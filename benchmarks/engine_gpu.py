@@ -3,9 +3,8 @@
     python benchmarks/engine_gpu.py MODEL --json engine.json --seconds 570       # again, until it has nothing to do
     python benchmarks/engine_gpu_plot.py engine.json engine.png
 
-MODEL is a folder; --dummy gives it random weights, so that a config.json is enough. A cache is `bf16`, a
---kv-cache-dtype of vLLM, a format or policy of aurakv, or `mixed`: a policy of k8v4 in the first and last two layers
-and k4v4 in the others. Each runs in a process of its own, and every number is saved as soon as it is there. A run that
+MODEL is a folder; --dummy gives it random weights, so that a config.json is enough. benchmarks/engine_caches.py has
+the names of caches. Each runs in a process of its own, and every number is saved as soon as it is there. A run that
 was cut goes on where it ended; a cache that failed is not tried again. --again measures anew.
 
 A piece of work is SEQUENCESxTOKENS. Prompts of random tokens stay in the prefix cache; a step is (time for 1 + K
@@ -23,14 +22,14 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from engine_caches import name_of, options_of
+
 NEW = 64  # tokens of a generation, K
 PREFILL = 4  # new prompts
-STOCK = ("bf16", "fp8", "turboquant_4bit_nc", "turboquant_3bit_nc", "int8_per_token_head", "int4_per_token_head")
 CACHES = "bf16,k4v4,fp8,turboquant_4bit_nc,k8v8,k8v4,k5v4,k3v3,k2v2,mixed"
 WORK = "1x8192,32x8192,8x32768,96x8192"
 FIT = "fit"  # the largest batch
@@ -39,32 +38,10 @@ START = 150  # seconds that must be left for a cache to begin with
 _MARK = "PART "  # of lines by which a child process reports
 
 
-def options_of(cache: str, model: Path) -> dict[str, Any]:
-    if cache == "bf16":
-        return {}
-    if cache == "mixed":
-        cache = mixed_policy(model)
-    return {"kv_cache_dtype": cache} if cache in STOCK else {"additional_config": {"aurakv": cache}}
-
-
-def mixed_policy(model: Path) -> str:
-    from aurakv.calibration.policy import LayerPolicy, Policy
-
-    config = json.loads((model / "config.json").read_text("utf-8"))
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    formats = ["k8v4" if i < 2 or i >= layers - 2 else "k4v4" for i in range(layers)]
-    dim = config.get("head_dim") or config["hidden_size"] // heads
-    policy = Policy(config.get("num_key_value_heads", heads), dim, tuple(map(LayerPolicy, formats)))
-    file = Path(tempfile.mkdtemp()) / "mixed.json"
-    policy.save(file)
-    return str(file)
-
-
 def row_of(args: argparse.Namespace, cache: str) -> dict[str, Any]:
     """What tells one row from another."""
     memory = args.memory if args.cache_bytes is None else args.cache_bytes
-    name = Path(cache).stem if cache.endswith(".json") else cache
-    return dict(zip(KEY, (args.model.resolve().name, name, memory, args.block_size), strict=True))
+    return dict(zip(KEY, (args.model.resolve().name, name_of(cache), memory, args.block_size), strict=True))
 
 
 def work_of(args: argparse.Namespace, cache: str) -> list[str]:
