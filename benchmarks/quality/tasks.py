@@ -14,8 +14,8 @@ smaller one. RULER's 13 tasks take turns in that order. With several numbers (10
 that a run that was cut leaves rows that can be compared.
 
 A row of --json has the score with its 95% interval. Against `stock`, on the questions that both have answered, it has
-how many scored lower and higher, and the mean difference with its interval (benchmarks/quality/task_scores.py). Where
-vLLM refuses a cache, or fails, `failed` is its sentence.
+how many scored lower and higher, the mean difference with its interval (benchmarks/quality/task_scores.py), and how
+many answers are identical. Where vLLM refuses a cache, or fails, `failed` is its sentence.
 """
 
 from __future__ import annotations
@@ -175,7 +175,10 @@ def row_of(args: argparse.Namespace, cache: str, task: str, questions: list[Ques
     row["tokens"] = sum(line["tokens"] for line in lines)
     row["unfinished"] = sum(line["end"] == "length" for line in lines)  # answers that reached their limit
     if cache not in STOCK:
-        row["against_stock"] = compared(mine, scores_of(questions, Answers(file_of(args, STOCK[0], task))))
+        stock = Answers(file_of(args, STOCK[0], task))
+        found = compared(mine, scores_of(questions, stock))
+        texts = [(line["text"], (stock.of(each) or {}).get("text")) for each in questions if (line := answers.of(each))]
+        row["against_stock"] = found | {"identical": sum(a == b for a, b in texts)}
     return row | answers.facts
 
 

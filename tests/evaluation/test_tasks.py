@@ -161,7 +161,7 @@ def test_row(args: argparse.Namespace) -> None:
     assert row["groups"] == {"a": [1, 3], "b": [0, 2]}
     found = row["against_stock"]  # of the four that both have answered: q1 and q3 are lost, q2 is won
     assert (found["questions"], found["lower"], found["higher"], found["difference"]) == (4, 2, 1, -0.25)
-    assert (found["flexible"]["lower"], found["flexible"]["higher"]) == (1, 1)
+    assert (found["flexible"]["lower"], found["flexible"]["higher"], found["identical"]) == (1, 1, 1)
     assert "against_stock" not in tasks.row_of(args, "stock", "t", some)
     assert tasks.row_of(args, "k8v8", "t", some)["questions"] == 0
     lines = tasks.table([row, {"task": "t", "cache": "nvfp4", "failed": "ValueError: no"}]).splitlines()
