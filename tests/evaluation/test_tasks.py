@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +201,58 @@ def test_a_cache_that_fails_has_a_row(
     args.again, args.caches = True, "k4v4"
     tasks.measure(args)
     assert asked[5:] == [("k4v4", 1), ("k4v4", 3)]
+
+
+class Engine:
+    """Answers one question a step."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.llm_engine = self
+        self.waiting: list[tuple[str, Any]] = []
+
+    def add_request(self, name: str, prompt: dict[str, str], params: Any) -> None:
+        self.waiting.append((name, params))
+
+    def step(self) -> list[SimpleNamespace]:
+        name, params = self.waiting.pop()
+        said = SimpleNamespace(text=f"{name} {params.max_tokens}", token_ids=[1, 2], finish_reason="stop")
+        return [SimpleNamespace(finished=True, request_id=name, outputs=[said])]
+
+
+def test_only_what_is_missing_is_asked(
+    args: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = [question(f"q{i}") for i in range(4)]
+    write(tmp_path / "t.jsonl", some)
+    first = ordered(some)[0]
+    answers = Answers(tasks.file_of(args, "k4v4", "t"))
+    answers.begin({"device": "d"})
+    answers.add(first, "known", 1, "stop")
+    made: list[Engine] = []
+
+    def engine(**options: Any) -> Engine:
+        made.append(Engine(**options))
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine, SamplingParams=SimpleNamespace))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(tasks, "facts_of", lambda *given: {"device": "d"})
+    given = {"data": tmp_path, "tasks": "t", "memory": 0.5, "cache_bytes": None, "context": 64, "sequences": 2}
+    for name, value in {**given, "chunk": 32, "eager": True, "engine": '{"block_size": 64}'}.items():
+        setattr(args, name, value)
+    tasks.ask(args, "k4v4", 3, 0)  # no time: the engine starts and is asked nothing
+    assert Answers(answers.path).missing(some) == [each for each in some if each != first]
+    tasks.ask(args, "k4v4", 3, 60)
+    found = Answers(answers.path)
+    assert found.missing(ordered(some)) == ordered(some)[3:]
+    assert found.lines[first.id]["text"] == "known"
+    other = ordered(some)[1]
+    assert found.lines[other.id]["text"] == f"t {other.id} 8"
+    told = made[-1].options
+    assert told["additional_config"] == {"aurakv": "k4v4"}
+    assert (told["block_size"], told["gpu_memory_utilization"]) == (64, 0.5)
+    assert "kv_cache_memory_bytes" not in told
 
 
 def test_sentence_of_a_failure() -> None:
