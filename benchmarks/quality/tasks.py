@@ -214,8 +214,11 @@ def update(rows: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, An
 
 
 def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """With the commands that made them, the last one last."""
     if args.json:
-        made = {"command": " ".join(["python", *sys.argv]), "rows": rows}
+        command = " ".join(["python", *sys.argv])
+        known = json.loads(args.json.read_text("utf-8")).get("commands", []) if args.json.exists() else []
+        made = {"commands": [*(each for each in known if each != command), command], "rows": rows}
         new = args.json.with_suffix(".new")
         new.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
         new.replace(args.json)  # whole, whenever this is ended

@@ -198,9 +198,12 @@ def test_a_cache_that_fails_has_a_row(
     assert rows[2]["against_stock"]["questions"] == 3
     tasks.measure(args)  # nothing is left
     assert len(asked) == 5
+    monkeypatch.setattr(sys, "argv", ["tasks.py", "--again"])
     args.again, args.caches = True, "k4v4"
     tasks.measure(args)
     assert asked[5:] == [("k4v4", 1), ("k4v4", 3)]
+    commands = json.loads(args.json.read_text())["commands"]
+    assert (len(commands), commands[1]) == (2, "python tasks.py --again")
 
 
 class Engine:
