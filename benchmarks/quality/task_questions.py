@@ -61,6 +61,7 @@ class Answers:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
         self.lines: dict[str, dict[str, Any]] = {}
         if path.exists():
             for text in path.read_text("utf-8").splitlines():
@@ -69,16 +70,17 @@ class Answers:
                 except json.JSONDecodeError:
                     continue  # cut while it was written
                 if "facts" in line:
-                    self.facts = line["facts"]
+                    self.facts, self.notes = line["facts"], line.get("notes", {})
                 else:
                     self.lines[line["id"]] = line
 
-    def begin(self, facts: dict[str, Any]) -> None:
-        """Keep the answers that were made under the same facts; from now on there are others."""
+    def begin(self, facts: dict[str, Any], notes: dict[str, Any]) -> None:
+        """Keep the answers that were made under the same facts, and forget others. Notes may change."""
         if facts != self.facts:
             self.facts, self.lines = facts, {}
+        self.notes = notes
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [{"facts": self.facts}, *self.lines.values()]
+        lines = [{"facts": self.facts, "notes": self.notes}, *self.lines.values()]
         new = self.path.with_suffix(".new")
         new.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         new.replace(self.path)  # whole lines only, whenever this is ended

@@ -33,16 +33,15 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-import task_scores  # noqa: E402
-from engine_caches import STOCK, is_ours, name_of, options_of  # noqa: E402
+from engine_caches import DTYPES, is_ours, name_of, options_of  # noqa: E402
 from task_questions import Answers, Question, read  # noqa: E402
+from task_rows import file_of, plain, row_of, table, update  # noqa: E402
 
 CACHES = (
     "stock,fp8,turboquant_k8v4,turboquant_4bit_nc,turboquant_3bit_nc,int8_per_token_head,int4_per_token_head,"
     "k8v8,k8v4,k5v4,k4v4,k3v3"
 )
 TASKS = "gsm8k,ruler-4096,ruler-8192,ruler-16384,ruler-32768"
-KEY = ("model", "dtype", "cache", "task")
 START = 60  # seconds that must be left for a cache to begin with
 FAILED = 3  # exit code of a process that says why
 
@@ -59,6 +58,8 @@ def ask(args: argparse.Namespace, cache: str, number: int | None, seconds: float
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import vllm
 
+    if cache in DTYPES:
+        check(cache)
     given = {"gpu_memory_utilization": args.memory, "kv_cache_memory_bytes": args.cache_bytes}
     llm = vllm.LLM(
         model=str(args.model),
@@ -77,7 +78,7 @@ def ask(args: argparse.Namespace, cache: str, number: int | None, seconds: float
     waiting: dict[str, tuple[Answers, Question]] = {}
     for task in args.tasks.split(","):
         answers = Answers(file_of(args, cache, task))
-        answers.begin(facts)
+        answers.begin(facts, size_of(llm))
         for question in answers.missing(read(args.data, task)[:number]):
             params = vllm.SamplingParams(temperature=0, max_tokens=question.new, stop=question.stop)
             name = f"{task} {question.id}"
@@ -89,6 +90,18 @@ def ask(args: argparse.Namespace, cache: str, number: int | None, seconds: float
                 answers, question = waiting.pop(each.request_id)
                 said = each.outputs[0]
                 answers.add(question, said.text, len(said.token_ids), said.finish_reason)
+
+
+def check(cache: str) -> None:
+    """vLLM takes every --kv-cache-dtype on a CPU, and computes nonsense with those that it has no kernels for."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        known = CPUAttentionBackend.supported_kv_cache_dtypes
+        if cache not in known:
+            raise ValueError(f"vLLM's attention on CPUs has the cache dtypes {', '.join(known)}, not {cache}")
 
 
 def facts_of(args: argparse.Namespace, cache: str, llm: Any) -> dict[str, Any]:
@@ -111,6 +124,16 @@ def facts_of(args: argparse.Namespace, cache: str, llm: Any) -> dict[str, Any]:
         "options": json.loads(args.engine),
         "calibration": calibration_of(args.model, cache, config.device_config.device_type),
     }
+
+
+def size_of(llm: Any) -> dict[str, Any]:
+    """Bytes of a token in vLLM's blocks, of all layers; what lies beside them does not grow with tokens."""
+    found = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    specs = []
+    for group in found.kv_cache_groups:
+        spec = group.kv_cache_spec
+        specs += getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec)).values()
+    return {"bytes_per_token": round(sum(spec.page_size_bytes / spec.block_size for spec in specs), 1)}
 
 
 def calibration_of(model: Path, cache: str, device: str) -> str | None:
@@ -136,81 +159,7 @@ def sentence_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"[:600]
 
 
-# rows
-
-
-def plain(cache: str) -> str:
-    """For names of files."""
-    return name_of(cache).replace(":", "-").replace("/", "-")
-
-
-def file_of(args: argparse.Namespace, cache: str, task: str) -> Path:
-    return args.work / f"{args.model.resolve().name}-{args.dtype}" / f"{task}-{plain(cache)}.jsonl"
-
-
-def scores_of(questions: list[Question], answers: Answers) -> dict[str, dict[str, float]]:
-    """By name of question."""
-    found = {each.id: (each, answers.of(each)) for each in questions}
-    return {
-        name: task_scores.scores_of(each.kind, line["text"], each.expected)
-        for name, (each, line) in found.items()
-        if line is not None
-    }
-
-
-def row_of(args: argparse.Namespace, cache: str, task: str, questions: list[Question]) -> dict[str, Any]:
-    answers = Answers(file_of(args, cache, task))
-    mine = scores_of(questions, answers)
-    key = (args.model.resolve().name, args.dtype, name_of(cache), task)
-    row: dict[str, Any] = dict(zip(KEY, key, strict=True)) | {"questions": len(mine), "of": len(questions)}
-    if not mine:
-        return row
-    for name in next(iter(mine.values())):
-        total = sum(each[name] for each in mine.values())
-        low, high = task_scores.wilson(total, len(mine))
-        row[name] = round(total / len(mine), 5)
-        row["interval" if name == "score" else f"{name}_interval"] = [round(low, 5), round(high, 5)]
-    row["groups"] = groups_of(questions, mine)
-    lines = [line for line in map(answers.of, questions) if line is not None]
-    row["tokens"] = sum(line["tokens"] for line in lines)
-    row["unfinished"] = sum(line["end"] == "length" for line in lines)  # answers that reached their limit
-    if cache not in STOCK:
-        stock = Answers(file_of(args, STOCK[0], task))
-        found = compared(mine, scores_of(questions, stock))
-        texts = [(line["text"], (stock.of(each) or {}).get("text")) for each in questions if (line := answers.of(each))]
-        row["against_stock"] = found | {"identical": sum(a == b for a, b in texts)}
-    return row | answers.facts
-
-
-def groups_of(questions: list[Question], scores: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Of each group its mean score and the number of answers."""
-    found: dict[str, list[float]] = {}
-    for each in questions:
-        if each.id in scores:
-            found.setdefault(each.group, []).append(scores[each.id]["score"])
-    return {name: [round(sum(x) / len(x), 5), len(x)] for name, x in sorted(found.items())}
-
-
-def compared(mine: dict[str, dict[str, float]], stock: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """On the questions that both have answered."""
-    both = [name for name in mine if name in stock]
-    made: dict[str, Any] = {"questions": len(both)}
-    if both:
-        for name in next(iter(mine.values())):
-            changes = [mine[each][name] - stock[each][name] for each in both]
-            low, high = task_scores.paired(changes)
-            found = {"lower": sum(x < 0 for x in changes), "higher": sum(x > 0 for x in changes)}
-            found["difference"] = round(sum(changes) / len(changes), 5)
-            found["interval"] = [round(low, 5), round(high, 5)]
-            made |= found if name == "score" else {name: found}
-    return made
-
-
-def update(rows: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """In its old place."""
-    key = [new[name] for name in KEY]
-    place = next((i for i, row in enumerate(rows) if [row[name] for name in KEY] == key), len(rows))
-    return [*rows[:place], new, *rows[place + 1 :]]
+# all caches
 
 
 def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -222,29 +171,6 @@ def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         new = args.json.with_suffix(".new")
         new.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
         new.replace(args.json)  # whole, whenever this is ended
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """In Markdown, in per cent."""
-    lines = [
-        "| task | cache | questions | score (95%) | lower, higher than stock | difference (95%) |",
-        "|---" * 6 + "|",
-    ]
-    for row in rows:
-        cells = [row["task"], f"`{row['cache']}`"]
-        if "score" in row:
-            low, high = row["interval"]
-            cells += [str(row["questions"]), f"{row['score']:.1%} ({low:.1%} to {high:.1%})"]
-        if "difference" in (found := row.get("against_stock", {})):
-            change, low, high = (f"{100 * x:+.1f}" for x in (found["difference"], *found["interval"]))
-            cells += [f"{found['lower']}, {found['higher']}", f"{change} ({low} to {high})"]
-        if "failed" in row:
-            cells.append(f"failed: {row['failed']}")
-        lines.append(f"| {' | '.join(cells + [''] * (6 - len(cells)))} |")
-    return "\n".join(lines)
-
-
-# all caches
 
 
 def main() -> None:

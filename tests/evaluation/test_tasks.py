@@ -21,6 +21,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "quality")]
 import engine_caches  # noqa: E402
 import ruler  # noqa: E402
 import task_data  # noqa: E402
+import task_rows  # noqa: E402
 import task_scores  # noqa: E402
 import tasks  # noqa: E402
 from task_questions import Answers, Question, ordered, read, write  # noqa: E402
@@ -122,20 +123,20 @@ def test_five_examples() -> None:
 def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     some = [question(f"q{i}") for i in range(4)]
     answers = Answers(tmp_path / "x" / "a.jsonl")
-    answers.begin({"device": "a"})
+    answers.begin({"device": "a"}, {})
     answers.add(some[0], "#### 1", 3, "stop")
     answers.add(some[1], "#### 2", 3, "length")
     with answers.path.open("a") as file:
         file.write('{"id": "q2", "mark": "')  # cut
     again = Answers(answers.path)
     assert again.missing(some) == some[2:]
-    again.begin({"device": "a"})
+    again.begin({"device": "a"}, {"bytes_per_token": 8})
     again.add(some[2], "#### 1", 3, "stop")
     assert [json.loads(line).get("id") for line in again.path.read_text().splitlines()] == [None, "q0", "q1", "q2"]
     assert Answers(again.path).missing(some) == some[3:]
     changed = some[0]._replace(prompt="another")
     assert Answers(again.path).missing([changed, some[1]]) == [changed]
-    again.begin({"device": "b"})
+    again.begin({"device": "b"}, {})
     assert Answers(again.path).missing(some) == some
 
 
@@ -147,8 +148,8 @@ def args(tmp_path: Path) -> argparse.Namespace:
 
 
 def answered(args: argparse.Namespace, cache: str, questions: list[Question], texts: list[str]) -> None:
-    answers = Answers(tasks.file_of(args, cache, "t"))
-    answers.begin({"device": "d"})
+    answers = Answers(task_rows.file_of(args, cache, "t"))
+    answers.begin({"device": "d"}, {"bytes_per_token": 8})
     for each, text in zip(questions, texts, strict=False):
         answers.add(each, text, 2, "stop")
 
@@ -157,16 +158,16 @@ def test_row(args: argparse.Namespace) -> None:
     some = [question(f"q{i}", "ab"[i % 2]) for i in range(5)]
     answered(args, "stock", some, ["#### 1", "#### 1", "#### 2", "#### 1"])
     answered(args, "k4v4", some, ["#### 1", "#### 3", "#### 1", "is 1", "#### 1"])
-    row = tasks.row_of(args, "k4v4", "t", some)
+    row = task_rows.row_of(args, "k4v4", "t", some)
     assert (row["model"], row["cache"], row["questions"], row["of"]) == ("model", "k4v4", 5, 5)
-    assert (row["score"], row["flexible"], row["device"]) == (0.6, 0.8, "d")
+    assert (row["score"], row["flexible"], row["device"], row["bytes_per_token"]) == (0.6, 0.8, "d", 8)
     assert row["groups"] == {"a": [1, 3], "b": [0, 2]}
     found = row["against_stock"]  # of the four that both have answered: q1 and q3 are lost, q2 is won
     assert (found["questions"], found["lower"], found["higher"], found["difference"]) == (4, 2, 1, -0.25)
     assert (found["flexible"]["lower"], found["flexible"]["higher"], found["identical"]) == (1, 1, 1)
-    assert "against_stock" not in tasks.row_of(args, "stock", "t", some)
-    assert tasks.row_of(args, "k8v8", "t", some)["questions"] == 0
-    lines = tasks.table([row, {"task": "t", "cache": "nvfp4", "failed": "ValueError: no"}]).splitlines()
+    assert "against_stock" not in task_rows.row_of(args, "stock", "t", some)
+    assert task_rows.row_of(args, "k8v8", "t", some)["questions"] == 0
+    lines = task_rows.table([row, {"task": "t", "cache": "nvfp4", "failed": "ValueError: no"}]).splitlines()
     # −1 / 6 ± 1.959964 · √(3 + 1 − 1 / 6) / 6
     assert lines[2] == "| t | `k4v4` | 5 | 60.0% (23.1% to 88.2%) | 2, 1 | -25.0 (-80.6 to +47.3) |"
     assert lines[3] == "| t | `nvfp4` | failed: ValueError: no |  |  |  |"
@@ -229,8 +230,8 @@ def test_only_what_is_missing_is_asked(
     some = [question(f"q{i}") for i in range(4)]
     write(tmp_path / "t.jsonl", some)
     first = ordered(some)[0]
-    answers = Answers(tasks.file_of(args, "k4v4", "t"))
-    answers.begin({"device": "d"})
+    answers = Answers(task_rows.file_of(args, "k4v4", "t"))
+    answers.begin({"device": "d"}, {"bytes_per_token": 8})
     answers.add(first, "known", 1, "stop")
     made: list[Engine] = []
 
@@ -241,6 +242,7 @@ def test_only_what_is_missing_is_asked(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine, SamplingParams=SimpleNamespace))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(tasks, "facts_of", lambda *given: {"device": "d"})
+    monkeypatch.setattr(tasks, "size_of", lambda *given: {"bytes_per_token": 8})
     given = {"data": tmp_path, "tasks": "t", "memory": 0.5, "cache_bytes": None, "context": 64, "sequences": 2}
     for name, value in {**given, "chunk": 32, "eager": True, "engine": '{"block_size": 64}'}.items():
         setattr(args, name, value)
