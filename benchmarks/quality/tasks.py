@@ -35,7 +35,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from engine_caches import DTYPES, is_ours, name_of, options_of  # noqa: E402
 from task_questions import Answers, Question, read  # noqa: E402
-from task_rows import file_of, plain, row_of, table, update  # noqa: E402
+from task_rows import KEY, file_of, plain, row_of, table, update  # noqa: E402
 
 CACHES = (
     "stock,fp8,turboquant_k8v4,turboquant_4bit_nc,turboquant_3bit_nc,int8_per_token_head,int4_per_token_head,"
@@ -196,8 +196,10 @@ def measure(args: argparse.Namespace) -> None:
         rows = json.loads(args.json.read_text("utf-8"))["rows"]
     if args.again:
         forget(args, caches, tasks)
-        rows = [row for row in rows if row["cache"] not in map(name_of, caches) or row["task"] not in tasks]
-    reasons = {row["cache"]: row["failed"] for row in rows if "failed" in row}
+        old = [(args.model.resolve().name, args.dtype, name_of(cache), task) for cache in caches for task in tasks]
+        rows = [row for row in rows if tuple(row[name] for name in KEY) not in old]
+    here = (args.model.resolve().name, args.dtype)
+    reasons = {row["cache"]: row["failed"] for row in rows if "failed" in row and (row["model"], row["dtype"]) == here}
     for number in [int(each) for each in args.questions.split(",")] if args.questions else [None]:
         for cache in caches:
             missing = [Answers(file_of(args, cache, task)).missing(questions[task][:number]) for task in tasks]

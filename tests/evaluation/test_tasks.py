@@ -199,6 +199,10 @@ def test_a_cache_that_fails_has_a_row(
     assert rows[2]["against_stock"]["questions"] == 3
     tasks.measure(args)  # nothing is left
     assert len(asked) == 5
+    args.dtype, args.caches, args.questions = "float16", "nvfp4", "1"  # it may do what the other could not
+    tasks.measure(args)
+    assert asked.pop() == ("nvfp4", 1)
+    args.dtype, args.questions = "bfloat16", "1,3"
     monkeypatch.setattr(sys, "argv", ["tasks.py", "--again"])
     args.again, args.caches = True, "k4v4"
     tasks.measure(args)
