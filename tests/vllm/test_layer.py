@@ -399,3 +399,27 @@ def test_key_weights_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
         for codes, codec, fit in zip(stored, (format.key, format.value), wanted, strict=True):
             assert torch.equal(codes.data, kv.encode(x, codec, fit=fit, backend="reference").data)
     assert len(made) == 1
+
+
+def test_what_graphs_read_outlives_the_tables_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy from a file is in main memory. Its copy on the device must be one, and stay: captured graphs know its
+    address, and nobody asks for it again when they are replayed."""
+    from aurakv.vllm import layer as module
+
+    monkeypatch.setattr(module, "MAX_KNOWN", 3)
+    numbers = torch.rand(KV_HEADS, DIM) + 0.5
+    policy = LayerPolicy("k4v4", key_offset=numbers, value_offset=numbers, key_scale=numbers)
+    format, meta = kv.Format.parse("k4v4", DIM), torch.device("meta")  # of tensors without memory, as another device
+    layer, memory = Layer(format, kv.Scoring(), policy=policy), Memory(meta)
+    blocks = torch.zeros(9, KV_HEADS, BLOCK, format.bytes_per_token, dtype=torch.uint8, device=meta)
+    seen = []
+    for seqs in range(1, 9):
+        table = torch.zeros(seqs, 4, dtype=torch.int32, device=meta)
+        starts = torch.zeros(seqs + 1, dtype=torch.int32, device=meta)
+        batch = Batch(seqs, Rows(starts, True), table[:, 0].contiguous(), table, memory)
+        pages = layer.pages(blocks, batch)
+        assert pages.key_offset is not None
+        assert pages.key_offset.device == meta
+        seen.append((pages.key_offset, pages.value_offset, layer._pages(blocks, batch)[1]))
+    assert len(memory.pages) <= 3
+    assert all(mine is first for each in seen for mine, first in zip(each, seen[0], strict=True))

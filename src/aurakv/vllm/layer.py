@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +76,16 @@ class Batch:
         self.seen = True
 
 
+class Constants(NamedTuple):
+    """What a policy says, on the device. Captured graphs keep these addresses."""
+
+    key_offset: Tensor | None
+    value_offset: Tensor | None
+    key_scale: Tensor | None
+    key_fit: Tensor | None
+    value_fit: Tensor | None
+
+
 class Layer:
     """What a layer needs beside the batch: its format, offsets and scoring."""
 
@@ -95,7 +106,7 @@ class Layer:
         self.with_first = scoring if beginnings is None else replace(scoring, first=beginnings.first)
         self.sink_logits = sink_logits
         self.policy = policy or LayerPolicy(format.name)
-        self._fits: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
+        self._constants: dict[torch.device, Constants] = {}
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, blocks: Tensor, batch: Batch, out: Tensor) -> None:
         """Store the new tokens, if they come along, and write attention of all queries to out [rows, heads, dim].
@@ -157,7 +168,7 @@ class Layer:
         if found is None:
             tokens = blocks.shape[2]
             data = _pieces(blocks)
-            key_fit, value_fit = self._fits_on(data.device, data.shape[1])
+            made = self.constants(data.device, data.shape[1])
             # trusted: each step looks at the contents once for all layers
             pages = Pages(
                 self.format,
@@ -166,26 +177,30 @@ class Layer:
                 table,
                 lengths,
                 batch.memory.overflow,
-                key_offset=_on(self.policy.key_offset, data),
-                value_offset=_on(self.policy.value_offset, data),
-                key_fit=key_fit,
-                value_fit=value_fit,
+                key_offset=made.key_offset,
+                value_offset=made.value_offset,
+                key_fit=made.key_fit,
+                value_fit=made.value_fit,
             ).trust()
             pages.check()
             entries = None
             if self.beginnings is not None and batch.memory.beginnings is not None:
                 entries = batch.memory.beginnings.entries_of(self.beginnings, lengths.shape[0])
-            found = pages, _on(self.policy.key_scale, data), entries
+            found = pages, made.key_scale, entries
             if len(known) >= MAX_KNOWN:
                 known.clear()
             known[key] = found
         return found
 
-    def _fits_on(self, device: torch.device, kv_heads: int) -> tuple[Tensor | None, Tensor | None]:
-        """How keys and values are rounded. Made once: it takes a Cholesky factorisation for each head."""
-        if device not in self._fits:
-            self._fits[device] = self.policy.fits(self.format, kv_heads, device)
-        return self._fits[device]
+    def constants(self, device: torch.device, kv_heads: int) -> Constants:
+        """Made once, and kept as long as the layer: graphs read them when no table that they were made for is known
+        any more, and a fit takes a Cholesky factorisation for each head."""
+        if device not in self._constants:
+            policy = self.policy
+            numbers = (policy.key_offset, policy.value_offset, policy.key_scale)
+            there = (None if x is None else x.to(device) for x in numbers)
+            self._constants[device] = Constants(*there, *policy.fits(self.format, kv_heads, device))
+        return self._constants[device]
 
 
 def _pieces(blocks: Tensor) -> Tensor:
@@ -203,7 +218,3 @@ def _first_tokens(entries: Pages | None, batch: Batch) -> FirstTokens | None:
     if entries is None or batch.memory.beginnings is None:
         return None
     return batch.memory.beginnings.first_tokens(entries)
-
-
-def _on(tensor: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if tensor is None else tensor.to(like.device)
