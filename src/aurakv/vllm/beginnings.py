@@ -160,9 +160,9 @@ class _Finder:
             if filled[entry] < min(old, self.first):  # it was lost: what lies there counts for this step only
                 self.state["coded"][i] = min(old, self.first)
                 self.state["before"][i] = min(old, most)
-            elif old < self.first:
+            elif old < self.first:  # what lies there beyond that are drafts that were rejected
                 self.state["before"][i] = old
-                filled[entry] = most
+                filled[entry], tag[entry] = most, _NONE
 
     def take(self, used: object) -> int:
         """The next entry in turn that no sequence of this step has."""

@@ -1,6 +1,7 @@
 """First tokens that an append stores a second time: interpreted, emulated, and compiled for GPUs that are not here."""
 
 import os
+import random
 import re
 from dataclasses import replace
 
@@ -168,6 +169,58 @@ def test_emulated_merge(capability, seqs, first, pages_each, group):
         found = run(q)
     assert float((found.out - wanted.out).norm() / wanted.out.norm()) < 0.01
     torch.testing.assert_close(found.lse, wanted.lse, atol=0.02, rtol=0)
+
+
+@emulates
+@pytest.mark.parametrize(("name", "dim"), [("k4v4", 128), ("k3v3", 80), ("k5v4", 96)])
+def test_emulated_find(name, dim):
+    """The kernel finds what the CPU finds, also where drafts are rejected; rows of some dims begin at any even byte."""
+    from aurakv.vllm.beginnings import Beginnings
+    from tests.helpers.ptx.driver import emulating
+
+    torch.manual_seed(0)
+    format, draw = Format.parse(name, dim), random.Random(dim)
+    data = torch.randint(0, 256, (40, 2, 16 * format.bytes_per_token), dtype=torch.uint8)
+    here, there = (Beginnings(FIRST, 6, torch.device("cpu")) for _ in range(2))
+    running, free, written = [], list(range(1, 40)), 0
+    with emulating((9, 0)):
+        for _ in range(12):
+            running = [each for each in running if draw.random() < 0.8 or free.append(each["block"])]
+            while len(running) < draw.randint(1, 5):
+                running.append({"block": free.pop(draw.randrange(len(free))), "length": 0})
+            news = [draw.choice([1, 2, 4]) for _ in running]
+            lengths = torch.tensor([each["length"] + new for each, new in zip(running, news, strict=True)] + [0]).int()
+            starts = torch.tensor([0, *news, 0]).cumsum(0).int()
+            table = torch.tensor([[each["block"], 3] for each in running] + [[0, 0]]).int()
+            pages = Pages(format, 16, data, table, lengths, torch.zeros(1).int())
+            here.find(table, lengths, Rows(starts), pages)
+            Beginnings.find(_OnGpu(there), table, lengths, Rows(starts), pages)
+            for what in ("slots", "before", "held"):
+                assert torch.equal(here.state[what][: len(lengths)], there.state[what][: len(lengths)]), what
+            written += int((here.state["before"][: len(running)] < FIRST).sum())
+            assert not here.state["coded"].any()
+            for each, new in zip(
+                running, news, strict=True
+            ):  # the append, of which some tokens are drafts that are rejected
+                row = format.key.row_bytes
+                data[each["block"], :, each["length"] * row : FIRST * row].random_()
+                each["length"] += draw.randint(1, new)
+    assert written > 10
+
+
+class _OnGpu:
+    """Beginnings whose kernels run, with tensors of the CPU."""
+
+    on_gpu = True
+
+    def __init__(self, inner):
+        self.__dict__["inner"] = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.inner, name, value)
 
 
 @needs_triton

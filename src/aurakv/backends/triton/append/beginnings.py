@@ -18,11 +18,18 @@ NONE = tl.constexpr(-1)
 
 
 @triton.jit
-def tag_of(data, block, stride, offset, row_bytes, FIRST: tl.constexpr):
-    """A number that tells what the first tokens of blocks are, from the first 8 bytes of their keys."""
+def tag_of(data, block, stride, offset, row_bytes, FIRST: tl.constexpr, WHOLE: tl.constexpr):
+    """A number that tells what the first tokens of blocks are, from the first 8 bytes of their keys. WHOLE: these can
+    be read at once; else two at a time, for rows of dims such as 80 begin at any even byte."""
     tag = tl.zeros_like(block)
     for t in tl.static_range(FIRST):
-        word = tl.load((data + block * stride + offset + t * row_bytes).to(tl.pointer_type(tl.int64)))
+        p_row = data + block * stride + offset + t * row_bytes
+        if WHOLE:
+            word = tl.load(p_row.to(tl.pointer_type(tl.int64)))
+        else:
+            word = tl.zeros_like(block)
+            for i in tl.static_range(4):
+                word |= (tl.load(p_row.to(tl.pointer_type(tl.int16)) + i).to(tl.int64) & 0xFFFF) << 16 * i
         tag = tag * 6364136223846793005 + word
     return tag & 0x7FFFFFFFFFFFFFFF
 
@@ -30,14 +37,14 @@ def tag_of(data, block, stride, offset, row_bytes, FIRST: tl.constexpr):
 @triton.jit(do_not_specialize=["seqs", "width", "step"])
 def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_bytes, entry_of, block_of, tag, used,
                 filled, order, pointer, slots, held, before, step, entries, FIRST: tl.constexpr, SEQS: tl.constexpr,
-                ENTRIES: tl.constexpr):  # fmt: skip
+                ENTRIES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """One program: every phase sees what the one before has written."""
     o_entry = tl.arange(0, ENTRIES)
     m_entry = o_entry < entries
     b_block = tl.load(block_of + o_entry, mask=m_entry, other=NONE)
     full = m_entry & (b_block >= 0) & (tl.load(filled + o_entry, mask=m_entry, other=0) >= FIRST)
     settled = full & (tl.load(tag + o_entry, mask=m_entry, other=0) == NONE)
-    now = tag_of(data, tl.where(settled, b_block, 0), stride, offset, row_bytes, FIRST)
+    now = tag_of(data, tl.where(settled, b_block, 0), stride, offset, row_bytes, FIRST, WHOLE)
     tl.store(tag + o_entry, now, mask=settled)
 
     o_seq = tl.arange(0, SEQS)
@@ -75,21 +82,22 @@ def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_b
     tl.store(tag + entry, NONE, mask=fresh)
     tl.debug_barrier()
     known = tl.load(tag + entry, mask=real, other=NONE)
-    now = tag_of(data, tl.where(real & (known != NONE), block, 0), stride, offset, row_bytes, FIRST)
+    now = tag_of(data, tl.where(real & (known != NONE), block, 0), stride, offset, row_bytes, FIRST, WHOLE)
     stale = real & (known != NONE) & (known != now)
     tl.store(filled + entry, 0, mask=stale)
     tl.debug_barrier()
     tl.store(tag + entry, NONE, mask=stale)
     lying = tl.load(filled + entry, mask=real, other=FIRST)
-    grows = real & (lying == old) & (lying < FIRST)
+    writes = real & (old < FIRST) & (lying >= old)  # more than that lies there where drafts were rejected
     most = tl.minimum(length, FIRST)
     tl.debug_barrier()
-    tl.store(filled + entry, most, mask=grows)
+    tl.store(filled + entry, most, mask=writes)
+    tl.store(tag + entry, NONE, mask=writes)
     tl.debug_barrier()
     lies = tl.load(filled + entry, mask=real, other=0)
     tl.store(slots + o_seq, entry, mask=real)
     tl.store(held + o_seq, tl.where(lies >= most, lies, 0), mask=m_seq)
-    tl.store(before + o_seq, tl.where(grows, lying, FIRST), mask=m_seq)
+    tl.store(before + o_seq, tl.where(writes, old, FIRST), mask=m_seq)
 
 
 @triton.jit
@@ -118,10 +126,12 @@ def find(state: dict[str, Tensor], table: Tensor, lengths: Tensor, starts: Tenso
          seqs: int) -> None:  # fmt: skip
     """See `find_kernel`. pages: of the layer whose contents tell blocks apart; seqs: at most in any step."""
     layout, entries = pages.format.layout(pages.page_size), len(state["used"])
+    places = pages.data.data_ptr(), pages.data.stride(0), layout.key_codes, pages.format.key.row_bytes
+    whole = not any(place % 8 for place in places)
     on(find_kernel, (1,))(
         table, lengths, starts, len(lengths), table.shape[1], pages.data, pages.data.stride(0), layout.key_codes,
         pages.format.key.row_bytes, *(state[name] for name in NAMES), step, entries, first,
-        triton.next_power_of_2(seqs), triton.next_power_of_2(entries), num_warps=8,
+        triton.next_power_of_2(seqs), triton.next_power_of_2(entries), whole, num_warps=8,
     )  # fmt: skip
 
 
