@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import aurakv as kv
 from aurakv import backends
@@ -26,6 +27,7 @@ from aurakv.backends.triton import backend, dispatch
 from aurakv.backends.triton.append import fit_launch
 from aurakv.backends.triton.append import launch as append
 from aurakv.backends.triton.common import target
+from aurakv.backends.triton.common.launcher import redirected
 from aurakv.backends.triton.decode import launch as decode
 from aurakv.backends.triton.extend import launch as extend
 from aurakv.backends.triton.portable import launch as portable
@@ -63,6 +65,10 @@ CASES = {
     "calibrated-drafts": Case(changed=True, first=True, limits=LIMITS._replace(rows=4)),
     "calibrated-many": Case(changed=True, first=True, limits=Limits(1024, 16384, 1, 34, 64)),
     "calibrated-one": Case(changed=True, first=True, heads=(8, 8), limits=Limits(1, 512, 1, 66, 64)),
+    "calibrated-dim-64": Case(dim=64, heads=(9, 3), changed=True, first=True),
+    "calibrated-dim-80": Case("k3v3", 80, (8, 8), changed=True, first=True, limits=LIMITS._replace(page_size=32)),
+    "calibrated-dim-96": Case("k5v4", 96, changed=True, first=True, limits=LIMITS._replace(page_size=128)),
+    "calibrated-dim-512": Case("k8v8", dim=512, heads=(8, 1), changed=True, first=True),
     "changed": Case("k8v4", changed=True),
     "fitted": Case(changed=True, first=True, weight=True),
     "float16": Case("k5v4", changed=True, first=True, dtype=torch.float16),
@@ -155,20 +161,26 @@ class Engine:
         self.out = torch.empty(limits.tokens, heads, case.dim, dtype=case.dtype)
         self.tables = torch.zeros(limits.seqs, limits.width, dtype=torch.int32)
 
-    def step(self, rows: list[int], lengths: list[int], shares: bool = False) -> None:
-        """shares: a layer that reads the keys of another one."""
+    def step(
+        self, rows: list[int], lengths: list[int], shares: bool = False, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """shares: a layer that reads the keys of another one. before: called before the layer runs."""
         starts = torch.tensor([0, *rows]).cumsum(0).int()
-        seqs, tokens = len(rows), int(starts[-1])
+        seqs, tokens, single = len(rows), int(starts[-1]), max(rows) == 1
+        if not lengths[-1]:  # the batch is padded: to as many rows as a graph has
+            tokens = seqs * max(rows)
         prompts = None
         if self.layer.prefill is not None and rows[-1] > self.short:
             prompts = find_prompts(starts.tolist(), lengths, self.short + 1)
-        where = Rows(starts, single=tokens == seqs)
+        where = Rows(starts, single=single and tokens == seqs)
         batch = Batch(tokens, where, torch.tensor(lengths).int(), self.tables[:seqs], self.memory, prompts)
         if self.memory.beginnings is not None:
             pages = self.layer.pages(self.blocks, batch)
             self.memory.beginnings.find(batch.table, batch.lengths, where, pages)
         q, k, v = self.fused[:tokens].split([self.case.heads[0], *[self.case.heads[1]] * 2], 1)
         new = (None, None) if shares else (k, v)
+        batch.seen = True  # the host does not look at what is on a GPU
+        before()
         self.layer.forward(q, *new, self.blocks, batch, self.out[:tokens])
 
     def life(self, steps: int) -> None:
@@ -199,22 +211,43 @@ def test_every_kernel_is_warmed_up(case: str) -> None:
     assert len(warm) <= (50 if given.flash else 60), sorted(key[1] for key in warm)  # without it prompts take all
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("case", ["plain", "calibrated", "calibrated-8.0", "fitted"])
-def test_a_decode_of_a_layer_is_three_launches(case: str) -> None:
-    """Which entries the first tokens have is found once for all layers."""
-    given, names = CASES[case], []
-    from aurakv.backends.triton.common.launcher import redirected
+class Work(TorchDispatchMode):
+    """Names of torch's operators that would launch a kernel on a GPU."""
 
+    FREE = ("empty", "view", "slice", "as_strided", "select", "split", "detach", "alias", "unsqueeze", "expand", "t")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0].removeprefix("new_").removeprefix("_").removesuffix("_like")
+        if name not in self.FREE and name.removesuffix("_strided") not in self.FREE:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "case",
+    ["plain", "calibrated", "calibrated-8.0", "calibrated-blocks-16", "calibrated-drafts", "drafts", "fitted", "window",
+     "padded-blocks"],
+)  # fmt: skip
+def test_a_decode_of_a_layer_is_three_launches(case: str) -> None:
+    """And nothing of torch's. Which entries the first tokens have is found once for all layers."""
+    given, names = CASES[case], []
     engine = Engine(given, make_layer(given))
-    for rows, lengths in (([1] * 32, [8192] * 32), ([1], [3])):
-        with redirected(lambda kernel, *_: names.append(kernel.fn.__name__)):
-            engine.step(rows, lengths)
+    k = given.limits.rows
+    batches = [([1] * 32, [8192] * 32), ([1], [3]), ([1, 1, 0, 0], [700, 5, 0, 0])]  # the last two pad a batch
+    batches += [([k] * 16, [8192] * 16), ([k, 1, k - 1, 0], [90, 1, k + 3, 0])] if k > 1 else []
+    for rows, lengths in batches:
+        for _ in range(2):  # the first one makes constants
+            names.clear()
+            with redirected(lambda kernel, *_: names.append(kernel.fn.__name__)), Work() as work:
+                engine.step(rows, lengths, before=work.names.clear)
         if given.first:
             assert names.pop(0) == "find_kernel"
-        assert names == [
-            "append_fitted_kernel" if given.weight else "append_kernel",
-            "decode_attention",
-            "merge_pieces",
-        ]
-        names.clear()
+        append = "append_fitted_kernel" if given.weight else "append_kernel"
+        alone = given.scoring.window is not None  # a window of few tiles needs no merge
+        assert names == [append, "decode_attention", *([] if alone else ["merge_pieces"])], (rows, names)
+        assert work.names == [], rows
