@@ -46,6 +46,7 @@ CALLED = {
     ),
     f"{BACKEND}.AttentionMetadataBuilder.__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
     f"{BACKEND}.AttentionMetadataBuilder.build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    f"{BACKEND}.AttentionMetadataBuilder.update_draft_decode_metadata": ("metadata",),
     "vllm.forward_context.set_forward_context": ("attn_metadata", "vllm_config", "num_tokens", "skip_compiled"),
     "vllm.model_executor.layers.attention.Attention.get_attn_backend": ("self",),
     "vllm.model_executor.layers.mamba.abstract.MambaBase.bind_kv_cache": ("kv_cache",),
@@ -93,6 +94,10 @@ ATTRIBUTES = {
     f"{INTERFACE}.FullAttentionSpec": ("page_size_bytes", "unpadded_page_size_bytes"),
     f"{INTERFACE}.KVCacheLayout": ("LBHNC",),
     f"{BACKEND}.AttentionCGSupport": ("UNIFORM_BATCH",),
+    f"{BACKEND}.AttentionMetadataBuilder": (
+        "_cudagraph_support", "requires_block_table_width", "supports_draft_decode_metadata_update",
+        "reorder_batch_threshold",
+    ),
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": ("CUSTOM", "CPU_ATTN"),
     "vllm.platforms.interface.Platform": ("is_cpu", "is_cuda"),
 }  # fmt: skip

@@ -249,6 +249,7 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         self.layer = Layer(
             format, self.scoring, sink_logits=self.sinks, policy=policy, beginnings=entries, prefill=prefill
         )
+        self.layer.constants(device, self.num_kv_heads)  # now: what is made here outlives sleep
         layer.attn_backend = with_bytes(format.bytes_per_token)
 
     def forward(
@@ -265,6 +266,8 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
     ) -> Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise InputError("aurakv does not quantise outputs")
+        if self.shares is not None:
+            key = value = None  # its own keys and values, if a model makes some, are stored nowhere
         if attn_metadata is not None:
             assert self.layer is not None
             self.layer.forward(query, key, value, kv_cache, attn_metadata, output)

@@ -44,6 +44,7 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         if self.with_entries:
             first = context[self.with_entries[-1]].impl.layer.beginnings.first
             self.memory.beginnings = Beginnings(first, vllm_config.scheduler_config.max_num_seqs, device)
+        self.supports_draft_decode_metadata_update = not self.with_entries  # those of a draft model have none
         self.least_rows: int | None = None  # of a sequence that is a prompt
         drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
         rows = 1 + drafts  # of a sequence that decodes
@@ -67,9 +68,9 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             batch.query_start_loc, single=batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
         )
         prompts = None
-        if self.least_rows is not None and batch.max_query_len >= self.least_rows:
-            lengths = batch.seq_lens_cpu_upper_bound.tolist()  # exact for sequences with many rows
-            prompts = find_prompts(batch.query_start_loc_cpu.tolist(), lengths, self.least_rows)
+        known = batch.seq_lens_cpu_upper_bound  # exact for sequences with many rows
+        if self.least_rows is not None and batch.max_query_len >= self.least_rows and known is not None:
+            prompts = find_prompts(batch.query_start_loc_cpu.tolist(), known.tolist(), self.least_rows)
         made = Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory, prompts)
         if self.memory.beginnings is not None:
             last = self.context[self.with_entries[-1]]  # whose keys depend on everything that came before
@@ -77,3 +78,6 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
                 pages = last.impl.layer.pages(last.kv_cache, made)
                 self.memory.beginnings.find(made.table, made.lengths, rows, pages)
         return made
+
+    def update_draft_decode_metadata(self, metadata: Batch) -> None:
+        """Between the steps of a draft model: a batch is read from vLLM's own buffers, which have changed by then."""

@@ -80,6 +80,8 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
         for name, layer in config.compilation_config.static_forward_context.items()
         if isinstance(getattr(layer, "impl", None), AuraImpl)
     }
+    for layer in ours.values():
+        layer.impl.shares = layer.kv_sharing_target_layer_name  # drafts of Gemma 4 learn it after they were made
     own = {module.layer_name for module in model.modules() if isinstance(module, Attention)} & set(ours)
     numbers = {name: extract_layer_index(name) for name in own if ours[name].impl.shares is None}
     if switch.policy is not None:
