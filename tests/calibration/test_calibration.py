@@ -147,3 +147,6 @@ def test_a_model_is_known_by_its_contents(tmp_path):
     with pytest.raises(FileError, match="has no weights"):
         (tmp_path / "b" / "model.safetensors").unlink()
         identity_of(tmp_path / "b")
+    drawn = identity_of(tmp_path / "b", random="float32")  # weights that an engine draws, always the same ones
+    assert drawn == identity_of(tmp_path / "b", random="float32") != known
+    assert drawn != identity_of(tmp_path / "b", random="bfloat16")

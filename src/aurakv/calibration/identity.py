@@ -22,12 +22,16 @@ _PASSING = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "ar
 _MAX_HEADER = 512 * 2**20
 
 
-def identity_of(model: Path | str, overrides: object = None) -> str:
-    """Of a model in a folder, or in one GGUF file. `overrides` are changes to its configuration."""
+def identity_of(model: Path | str, overrides: object = None, *, random: str | None = None) -> str:
+    """Of a model in a folder, or in one GGUF file. `overrides` are changes to its configuration; `random` says how
+    weights are drawn, always the same ones, where a model has no files of them."""
     path = Path(model)
     digest = hashlib.sha256(json.dumps(_config(path), sort_keys=True).encode())
     if overrides:
         digest.update(json.dumps(overrides, sort_keys=True, default=repr).encode())
+    if random is not None:
+        digest.update(f"random {random}".encode())
+        return digest.hexdigest()[:32]
     for file in weight_files(path):
         with file.open("rb") as opened:
             for piece in _pieces(opened, file.suffix):

@@ -90,19 +90,28 @@ def folder(config: VllmConfig, switch: Switch) -> str:
     return _PREFIX + hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _kept(config: VllmConfig) -> Calibration:
+def identity(config: VllmConfig) -> str:
+    """Of the model that an engine serves; FileError where its weights are in no files that can be read."""
     from ..models import folder_of
 
-    model = config.model_config
+    model, parallel = config.model_config, config.parallel_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
+    random = None
+    if config.load_config.load_format == "dummy":  # vLLM draws them with a fixed seed, in each rank's part
+        parts = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        random = f"{model.dtype} {parts} {model.quantization}"
+    return identity_of(folder_of(model.model), overrides, random=random)
+
+
+def _kept(config: VllmConfig) -> Calibration:
     try:
         fitted = config.device_config.device_type in FITTED_ON
-        found = Calibration.kept(identity_of(folder_of(model.model), overrides), fitted)
+        found = Calibration.kept(identity(config), fitted)
     except FileError as error:
         raise InputError(f"blocks on disk are named after the calibration of their model: {error}") from error
     if found is None:
         raise InputError(
             "blocks on disk are named after the calibration of their model, which must be made before:"
-            f" aurakv calibrate {model.model}"
+            f" aurakv calibrate {config.model_config.model}"
         )
     return found

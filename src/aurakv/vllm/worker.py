@@ -30,7 +30,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from ..calibration import texts
 from ..calibration.calibration import Calibration, KeyCalibration
-from ..calibration.identity import identity_of
 from ..calibration.observer import KeyObserver
 from ..calibration.policy import FIRST, FITTED_ON, LayerPolicy
 from ..calibration.statistics import ENOUGH, SINKS, Turns
@@ -154,14 +153,9 @@ def copies(config: VllmConfig) -> int:
 
 
 def _identity(config: VllmConfig) -> str:
-    """Of the model's files; empty where there are none."""
-    if config.load_config.load_format == "dummy":
-        return ""
-    from ..models import folder_of
-
-    model = config.model_config
+    """Of the model; empty where it has no files that tell."""
     try:
-        return identity_of(folder_of(model.model), model.hf_overrides if isinstance(model.hf_overrides, dict) else None)
+        return connectors.identity(config)
     except FileError as error:
         _logger.warning_once(f"aurakv calibrates at every start: {error}")
         return ""
