@@ -197,9 +197,11 @@ class Layer:
         any more, and a fit takes a Cholesky factorisation for each head."""
         if device not in self._constants:
             policy = self.policy
-            numbers = (policy.key_offset, policy.value_offset, policy.key_scale)
-            there = (None if x is None else x.to(device) for x in numbers)
-            self._constants[device] = Constants(*there, *policy.fits(self.format, kv_heads, device))
+            offset, value_offset, scale = (
+                None if x is None else x.to(device) for x in (policy.key_offset, policy.value_offset, policy.key_scale)
+            )
+            fits = policy.fits(self.format, kv_heads, device)
+            self._constants[device] = Constants(offset, value_offset, scale, *fits)
         return self._constants[device]
 
 
