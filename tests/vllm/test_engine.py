@@ -74,7 +74,7 @@ def engine(model: Path, switch: str | bool | None, **options: Any) -> Iterator[A
         "max_model_len": LENGTH,
         "max_num_seqs": 16,
         "kv_cache_memory_bytes": 1 << 28,
-        "enforce_eager": True,
+        "enforce_eager": not torch.cuda.is_available(),  # on a GPU with graphs
         "distributed_executor_backend": "uni",
         "additional_config": {} if switch is None else {"aurakv": switch},
         **options,
