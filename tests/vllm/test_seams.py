@@ -151,3 +151,25 @@ def test_sleep_keeps_what_is_made_after_loading() -> None:
     assert ours.index("super().load_model(") < ours.index("decide(")
     for name in ("sleep", "wake_up"):
         assert name not in vars(AuraWorker)
+
+
+def test_blocks_where_formats_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives a model with several kinds of backends blocks of 16 tokens: on CUDA our worker names a size before."""
+    from types import SimpleNamespace
+
+    from vllm.config import VllmConfig
+    from vllm.platforms.interface import Platform
+
+    from aurakv.vllm import adapter, worker
+
+    cuda = SimpleNamespace(is_cuda=lambda: True)
+    monkeypatch.setattr(adapter, "current_platform", cuda)
+    monkeypatch.setattr(worker, "current_platform", cuda)
+    kinds = [adapter.with_bytes(132), adapter.with_bytes(196)]
+    config = VllmConfig()
+    assert Platform._preferred_block_size_for_backends(kinds[:1], 16, config) == 64
+    assert Platform._preferred_block_size_for_backends(kinds, 16, config) == 16  # else it is not needed any more
+    for named, found in ((None, 64), (32, 32)):
+        cache = SimpleNamespace(block_size=named or 16, user_specified_block_size=named is not None)
+        worker.prefer_blocks(SimpleNamespace(cache_config=cache))
+        assert (cache.block_size, cache.user_specified_block_size) == (found, True)

@@ -38,6 +38,7 @@ from ..format.codec import Format
 from ..hf.support import turns
 from . import connectors
 from .adapter import AuraBackend, AuraImpl
+from .layer import BLOCK_TOKENS
 from .recurrent import attention_numbers, fresh_states
 from .switch import Switch, shard
 
@@ -67,6 +68,15 @@ class AuraWorker(StockWorker):  # type: ignore[misc]
             most = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.model_runner.lora_manager.set_active_adapters(set(), LoRAMapping((0,) * most, (0,), is_prefill=True))
         decide(self.vllm_config, self.get_model(), self.device)
+        prefer_blocks(self.vllm_config)
+
+
+def prefer_blocks(config: VllmConfig) -> None:
+    """On CUDA, where the user names no size: blocks of BLOCK_TOKENS. vLLM asks a backend for the size it prefers only
+    where a model has one kind of backend; with several, as layers of different formats have, it takes 16 tokens."""
+    cache = config.cache_config
+    if current_platform.is_cuda() and not cache.user_specified_block_size:
+        cache.block_size, cache.user_specified_block_size = BLOCK_TOKENS, True
 
 
 def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> None:
