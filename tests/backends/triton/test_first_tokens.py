@@ -208,6 +208,25 @@ def test_emulated_find(name, dim):
     assert written > 10
 
 
+@emulates
+@pytest.mark.full
+def test_emulated_engine(monkeypatch):
+    """An engine's steps with every kernel that they launch: rejected drafts, and sequences that come and go."""
+    from aurakv import backends
+    from aurakv.vllm.beginnings import Beginnings
+    from tests.helpers.ptx.driver import emulating
+    from tests.vllm import test_beginnings as cases
+
+    chosen = backends._load("triton")
+    monkeypatch.setattr(backends, "select", lambda *_: chosen)
+    monkeypatch.setattr(Beginnings, "on_gpu", True)
+    torch.manual_seed(7)
+    with emulating((9, 0)):
+        cases.check_drafts(cases.Engine(format="k2v2", dtype=torch.bfloat16), 2, most=0.02)
+        _, errors = cases.lives(cases.Engine(format="k8v8", dtype=torch.bfloat16), 0, 5)
+    assert max(errors) < 0.02
+
+
 class _OnGpu:
     """Beginnings whose kernels run, with tensors of the CPU."""
 
