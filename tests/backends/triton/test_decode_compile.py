@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from aurakv.attention.scoring import Scoring
 from aurakv.format.codec import Codec, Format
+from aurakv.storage.pages import Pages, allocate
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from aurakv.backends.triton import backend  # noqa: E402
+from aurakv.backends.triton.common import target  # noqa: E402
 from aurakv.backends.triton.decode import launch  # noqa: E402
 from aurakv.backends.triton.decode.kernel import decode_attention  # noqa: E402
 from aurakv.backends.triton.decode.levels import levels as level_arithmetic  # noqa: E402
@@ -79,6 +83,18 @@ def test_tables_beyond_float16_are_refused_or_served(name: str) -> None:
     format = Format.parse(name, 128)
     assert (level_arithmetic(format) is None) == (launch.why_not_format(format) is not None)
     assert (extend.why_not_format(format) is None) == (format.value.bits == 2 and any(format.key.levels))
+
+
+@pytest.mark.parametrize(("key", "value"), [(160, 160), (576, 512), (32, 32), (128, 64)])
+def test_other_dims_are_refused_in_a_sentence(key: int, value: int) -> None:
+    """Of calls, too: the portable kernel serves them."""
+    format = Format(Codec.key(key, 4), Codec.value(value, 4))
+    data = allocate(format, 64, 1, 2, torch.device("cpu"))
+    pages = Pages(format, 64, data, *(torch.zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,), (1,))))
+    with target.assuming((8, 0), device_type="cpu", multiprocessors=4):
+        q = torch.zeros(1, 4, key)
+        assert "dim" in (launch.why_not_call(q, pages, Scoring(), "fast") or "")
+        assert backend.workspace_bytes(pages, 1, 4, None) >= 0
 
 
 def test_uniform_tables_are_served() -> None:

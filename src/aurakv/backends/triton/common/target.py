@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -41,6 +43,20 @@ def assume(capability: tuple[int, int] | None, device_type: str = "cuda", multip
     given Triton a driver that runs kernels on its tensors."""
     global _assumed
     _assumed = None if capability is None else Assumed(capability, device_type, multiprocessors)
+
+
+@contextlib.contextmanager
+def assuming(
+    capability: tuple[int, int], device_type: str = "cuda", multiprocessors: int | None = None
+) -> Iterator[None]:
+    """`assume` meanwhile; then as before."""
+    global _assumed
+    before = _assumed
+    assume(capability, device_type, multiprocessors)
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 def device_type() -> str:

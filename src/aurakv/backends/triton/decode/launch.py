@@ -54,6 +54,8 @@ def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> s
         return f"its precision is 'fast', got {precision!r}"
     if not 1 <= pages.seqs <= MAX_SEQS:
         return f"it takes 1 to {MAX_SEQS} sequences, got {pages.seqs}"
+    if (reason := why_not_format(pages.format)) is not None:
+        return reason
     most = MAX_JOBS * max_rows(pages.format)
     if not 1 <= q.shape[0] * group <= most * pages.seqs:
         return f"it takes up to {most} queries times heads of a group, got {q.shape[0] * group}"
@@ -61,7 +63,7 @@ def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> s
         return f"pages must be of 16 or multiples of 32 tokens, or one of at least 32 a sequence, got {pages.page_size}"
     if scoring.only_uncompressed:
         return "it does not score uncompressed tokens"
-    return why_not_format(pages.format)
+    return None
 
 
 @functools.cache
