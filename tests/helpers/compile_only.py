@@ -91,8 +91,7 @@ def compiling(capability):
                 stack.enter_context(mock.patch.object(module, name, kernel))
         for module in (decode, extend):
             stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=108))
-        stack.callback(target.assume, None)
-        target.assume((capability // 10, capability % 10))
+        stack.enter_context(target.assuming(divmod(capability, 10)))
         yield seen
 
 

@@ -87,7 +87,6 @@ CASES = {
 def gpu(monkeypatch: pytest.MonkeyPatch, case: str) -> Iterator[None]:
     """Launchers take the CPU for an H200, or an A100."""
     found = CASES[case].capability
-    target.assume(found)
     for module in (append, fit_launch, decode, extend, portable, unpack):
         for name, value in (("capability", found), ("multiprocessors", 132 if found == (9, 0) else 108)):
             if hasattr(module, name):
@@ -96,8 +95,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, case: str) -> Iterator[None]:
     monkeypatch.setattr(dispatch, "extend_path", lambda: extend)
     monkeypatch.setattr(backends, "select", lambda *_: backend)
     monkeypatch.setattr(Beginnings, "on_gpu", True)
-    yield
-    target.assume(None)
+    with target.assuming(found):
+        yield
 
 
 class NoFlash:

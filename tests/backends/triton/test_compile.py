@@ -3,9 +3,8 @@
 Run with -s to see the figures.
 """
 
+import contextlib
 import dataclasses
-import importlib.util
-import os
 import re
 
 import pytest
@@ -16,11 +15,10 @@ from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Rows
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
+from tests.helpers.gpu import WHY_NOT_COMPILED
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+if WHY_NOT_COMPILED is not None:
+    pytest.skip(WHY_NOT_COMPILED, allow_module_level=True)
 
 import triton
 
@@ -35,8 +33,10 @@ from tests.helpers.compile_only import CompileOnly, disassemble, resources
 
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):
+    assumed = contextlib.ExitStack()
+
     def start(capability):
-        target.assume((capability // 10, capability % 10))
+        assumed.enter_context(target.assuming(divmod(capability, 10)))
         seen = {}
         for module, names in ((attention, ("attend_kernel", "prepare_kernel")), (results, ("finish_kernel",)),
                               (extend, ("extend_kernel", "extend_warps_kernel")),
@@ -60,8 +60,8 @@ def compile_for(monkeypatch, tmp_path):
             yield name, spills
 
     start.report = report
-    yield start
-    target.assume(None)
+    with assumed:
+        yield start
 
 
 def pages_of(name, dim, seqs, tokens, page_size, kv_heads=2):

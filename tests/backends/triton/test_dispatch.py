@@ -41,10 +41,7 @@ def test_a_triton_without_gluon_is_told(monkeypatch):
 @pytest.mark.parametrize(("chosen", "way"), [("8.0", "16 bytes"), ("8.9", "16 bytes"), ("9.0", "TMA"), ("12.0", "TMA")])
 def test_what_a_gpu_gets_is_told(monkeypatch, chosen, way):
     monkeypatch.setattr(dispatch, "why_no_gluon_paths", lambda: None)
-    target.assume(target.parsed(chosen))
-    try:
+    with target.assuming(target.parsed(chosen)):
         sentence = backend.path(torch.device("cuda"))
-        assert way in sentence.split("(")[0]
-        assert sentence.endswith("products of warp groups") == (chosen == "9.0")
-    finally:
-        target.assume(None)
+    assert way in sentence.split("(")[0]
+    assert sentence.endswith("products of warp groups") == (chosen == "9.0")

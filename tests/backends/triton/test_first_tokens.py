@@ -1,6 +1,5 @@
 """First tokens that an append stores a second time: interpreted, emulated, and compiled for GPUs that are not here."""
 
-import os
 import random
 import re
 from dataclasses import replace
@@ -14,13 +13,12 @@ from aurakv.attention.step import FirstTokens, Rows
 from aurakv.calibration.policy import LayerPolicy
 from aurakv.format.codec import Codec, Format
 from aurakv.storage.pages import Pages, allocate
-from tests.backends.triton.test_interpreter import HAS_TRITON, interpret, needs_triton
+from tests.backends.triton.test_interpreter import interpret, needs_triton
+from tests.helpers.gpu import WHY_NOT_COMPILED, compiles
 from tests.helpers.ptx import library as ptx
 
-compiles = pytest.mark.skipif(
-    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") == "1", reason="triton is not installed, or interprets"
-)
-emulates = pytest.mark.skipif(compiles.args[0] or ptx.why_not() is not None, reason=f"{ptx.why_not() or 'no triton'}")
+REASON = WHY_NOT_COMPILED or ptx.why_not()
+emulates = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
 
 APPEND = """
 import numpy

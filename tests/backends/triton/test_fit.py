@@ -1,8 +1,8 @@
 """Fitted codes in Triton: in the interpreter against the reference, and compiled for GPUs that are not here."""
 
 import collections
+import contextlib
 import dataclasses
-import os
 import re
 
 import pytest
@@ -13,11 +13,8 @@ from aurakv.attention.step import Rows
 from aurakv.format import fit as fitting
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
-from tests.backends.triton.test_interpreter import HAS_TRITON, interpret, needs_triton
-
-compiles = pytest.mark.skipif(
-    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") == "1", reason="triton is not installed, or interprets"
-)
+from tests.backends.triton.test_interpreter import interpret, needs_triton
+from tests.helpers.gpu import compiles
 
 # In float64 the reference finds the best of scales that differ by less than sums in float32 do at 8 bits.
 ENCODE = """
@@ -151,6 +148,8 @@ def compiled(monkeypatch):
     from aurakv.backends.triton.common import target
     from tests.helpers.compile_only import CompileOnly
 
+    assumed = contextlib.ExitStack()
+
     def start(capability):
         seen = {}
         for module, name in ((launch, "append_kernel"), (launch, "encode_kernel"),
@@ -158,11 +157,11 @@ def compiled(monkeypatch):
             monkeypatch.setattr(module, name, CompileOnly(getattr(module, name), capability, seen))
         for module in (launch, fit_launch):
             monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-        target.assume((capability // 10, capability % 10))
+        assumed.enter_context(target.assuming(divmod(capability, 10)))
         return seen
 
-    yield start
-    target.assume(None)
+    with assumed:
+        yield start
 
 
 def loop_over_blocks(sass):

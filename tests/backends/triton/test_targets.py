@@ -3,15 +3,15 @@ they need fits, they do not spill, and tiles travel as that GPU can. Run with -s
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+from tests.helpers.gpu import WHY_NOT_COMPILED
+
+if WHY_NOT_COMPILED is not None:
+    pytest.skip(WHY_NOT_COMPILED, allow_module_level=True)
 
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Rows

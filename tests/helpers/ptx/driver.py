@@ -152,11 +152,12 @@ def emulating(capability: tuple[int, int], change: Change | None = None) -> Iter
     """Meanwhile, Triton's kernels run on an emulated GPU of this capability, on CPU tensors.
 
     change: what is done to their PTX before, for faults on purpose."""
-    before = triton.runtime.driver._active, triton.knobs.cache.dir, target._assumed
+    before = triton.runtime.driver._active, triton.knobs.cache.dir
     hook = triton.knobs.runtime.add_stages_inspection_hook
-    start(capability, change)
-    try:
-        yield
-    finally:
-        triton.runtime.driver._active, triton.knobs.cache.dir, target._assumed = before
-        triton.knobs.runtime.add_stages_inspection_hook = hook
+    with target.assuming(capability):  # start assumes more; this restores
+        start(capability, change)
+        try:
+            yield
+        finally:
+            triton.runtime.driver._active, triton.knobs.cache.dir = before
+            triton.knobs.runtime.add_stages_inspection_hook = hook
