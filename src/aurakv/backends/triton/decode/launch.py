@@ -356,17 +356,22 @@ def _wanted(format: Format, rows: int) -> int:
 
 def _fitting(target: Target, format: Format, rows: int, tile: int) -> int:
     """Programs whose shared memory a multiprocessor has: their tiles and the parts of their queries."""
-    size = STAGES * (tile * format.bytes_per_token + 8) + _query_bytes(format, rows)
-    if in_pieces(format.key.bits, format.key.dim):  # queries are part of the ring, and what Triton needs is behind it
-        size = -(-size // 128) * 128 + 64
+    within = in_pieces(format.key.bits, format.key.dim)  # queries are part of the ring
+    ring, queries = STAGES * tile * format.bytes_per_token, _query_bytes(format, rows)
+    ring += (8 * STAGES if target.bulk or within else 0) + (queries if within else 0)
+    size = -(-ring // 128) * 128 + (64 if within else queries + 4 * _heads(rows))  # the last is Triton's
     return target.shared // (size + OWN_SHARED)
 
 
 def _query_bytes(format: Format, rows: int) -> int:
     """Of the parts of a job's queries, in shared memory."""
-    heads = 4 if rows <= 4 else 8 if rows <= 8 else 16
-    size: int = query_bytes(format.key.dim, format.key.bits, heads)
+    size: int = query_bytes(format.key.dim, format.key.bits, _heads(rows))
     return size
+
+
+def _heads(rows: int) -> int:
+    """That a product has, for the rows of a job."""
+    return 4 if rows <= 4 else 8 if rows <= 8 else 16
 
 
 def _registers(format: Format, rows: int) -> int:
