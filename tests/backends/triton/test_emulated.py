@@ -30,6 +30,7 @@ CHOSEN = [
     "test_decode_scoring.py::test_offsets[True-True-4]",
     "test_decode_shapes.py::test_pieces[4-16-k4v4-96]",
     "test_decode_shapes.py::test_tables_of_any_levels[64-4-k4:lloyd-max/v4:lloyd-max]",
+    "test_decode_shapes.py::test_tables_of_any_levels[128-4-k2:[-1.0,-0.982,-0.948,-0.898]/v2:[-1.0,-0.982,-0.948,-0.898]]",
     "test_decode_shapes.py::test_scales_of_float32[80-8-32-k3:f32/v8:f32]",
     "test_extend.py::test_extend[window-near-sinks]",
     "test_extend.py::test_extend[k5v6-d64]",

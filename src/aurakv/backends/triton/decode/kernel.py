@@ -180,7 +180,7 @@ def decode_attention(
     if flat(VALUE_BITS, DIM):
         VALUES: gl.constexpr = octet_slice(TILE, 2, 3)
     else:
-        VALUES: gl.constexpr = gl.SliceLayout(0, B2 if VALUE_BITS == 2 else A2)
+        VALUES: gl.constexpr = gl.SliceLayout(0, B2 if VALUE_BITS == 2 and VALUE_LEVELS != TABLE else A2)
     value0 = lane_constant(constants, 4, VALUES)[None, :]
     value1 = lane_constant(constants, 5, VALUES)[None, :]
     value2 = lane_constant(constants, 6, VALUES)[None, :]
