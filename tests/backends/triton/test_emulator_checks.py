@@ -18,7 +18,7 @@ from tests.helpers.ptx import EmulationError, why_not
 if why_not() is not None or triton.knobs.runtime.interpret:
     pytest.skip(why_not() or "Triton interprets", allow_module_level=True)
 
-from tests.helpers.ptx.driver import emulating
+from tests.helpers.ptx.driver import Utils, emulating
 from tests.helpers.ptx.snippets import run
 
 WORDS = torch.arange(256, dtype=torch.int32)
@@ -184,3 +184,22 @@ def test_a_mask_that_is_missing() -> None:
     x, y = torch.randn(2, 700), torch.empty(2, 600)
     with emulating((8, 0)), pytest.raises(EmulationError, match=r"softmax_kernel.*no tensor of the launch"):
         softmax_kernel[(2,)](x, y, 700, 1024)
+
+
+@pytest.mark.parametrize(("dynamic", "fits"), [(0, True), (1024, False), (50000, True), (130000, False)])
+def test_shared_memory_that_a_kernel_declares_itself(dynamic: int, fits: bool) -> None:
+    """With what Triton asks for it may be 48 KiB, unless that alone is more: then what a program can have, 163 KiB."""
+    ptx = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry kernel()
+{
+.shared .align 16 .b8 own[48640];
+ret;
+}"""
+    load = Utils((8, 0), None).load_binary
+    if fits:
+        load("kernel", ptx.encode(), dynamic, 0)
+    else:
+        with pytest.raises(EmulationError, match="48640 bytes of shared memory"):
+            load("kernel", ptx.encode(), dynamic, 0)

@@ -19,11 +19,13 @@ from triton.backends.nvidia.driver import make_tensordesc_arg
 
 from aurakv.backends.triton.common import target
 
+from .errors import EmulationError
 from .launch import Parameter, TensorMap, launch
-from .program import Program, assemble
+from .program import SHARED_BEGIN, Program, assemble
 
 MULTIPROCESSORS = 4  # few, so that work is shared by few programs
 MOST_THREADS = 1024
+DEFAULT_SHARED = 48 * 1024  # bytes of a program, unless it asks for more than that, as Triton's driver does it
 OPT_IN = 1024  # bytes of a multiprocessor's shared memory that no program can have
 BUILD = Path(__file__).parents[3] / "build" / "ptx"
 
@@ -44,7 +46,12 @@ class Utils:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
         ptx = binary.decode()
-        return self, _assembled(self.change(ptx) if self.change else ptx), 0, 0, MOST_THREADS
+        program = _assembled(self.change(ptx) if self.change else ptx)
+        own = program.shared - SHARED_BEGIN  # what the kernel declares itself
+        most = DEFAULT_SHARED if shared <= DEFAULT_SHARED else self.get_device_properties(device)["max_shared_mem"]
+        if own + shared > most:
+            raise EmulationError(f"{name} declares {own} bytes of shared memory and asks for {shared}: over {most}")
+        return self, program, 0, 0, MOST_THREADS
 
     def fill_tma_descriptor(
         self, address: int, swizzle: int, size: int, kind: int, block: list[int], shape: Any, strides: Any, padding: int
