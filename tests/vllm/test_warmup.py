@@ -204,7 +204,7 @@ def test_every_kernel_is_warmed_up(case: str) -> None:
     assert not missing
     kernels = {key[1] for key in warm}
     assert ("unpack_kernel" in kernels) == given.flash
-    assert ("append_fitted_kernel" in kernels) == given.weight
+    assert "append_kernel" in kernels
     assert ("find_kernel" in kernels) == ("place_kernel" in kernels) == given.first
     assert ("extend_kernel" in kernels or "extend_warps_kernel" in kernels) == (not given.flash)
     assert len(warm) <= (50 if given.flash else 60), sorted(key[1] for key in warm)  # without it prompts take all
@@ -246,7 +246,6 @@ def test_a_decode_of_a_layer_is_three_launches(case: str) -> None:
                 engine.step(rows, lengths, before=work.names.clear)
         if given.first:
             assert names.pop(0) == "find_kernel"
-        append = "append_fitted_kernel" if given.weight else "append_kernel"
         alone = given.scoring.window is not None  # a window of few tiles needs no merge
-        assert names == [append, "decode_attention", *([] if alone else ["merge_pieces"])], (rows, names)
+        assert names == ["append_kernel", "decode_attention", *([] if alone else ["merge_pieces"])], (rows, names)
         assert work.names == [], rows

@@ -153,7 +153,7 @@ def compiled(monkeypatch):
     def start(capability):
         seen = {}
         for module, name in ((launch, "append_kernel"), (launch, "encode_kernel"),
-                             (fit_launch, "append_fitted_kernel"), (fit_launch, "encode_fitted_kernel")):  # fmt: skip
+                             (fit_launch, "encode_fitted_kernel")):  # fmt: skip
             monkeypatch.setattr(module, name, CompileOnly(getattr(module, name), capability, seen))
         for module in (launch, fit_launch):
             monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
@@ -199,8 +199,8 @@ def test_compiled_append(compiled, tmp_path, capability, name, dim):
     pages = fitted_pages(name, dim)
     x = torch.empty(64, 8, dim, dtype=torch.bfloat16)
     launch.append(pages, x, x, checks.rows_of("starts", None, 64, 64, x.device))
-    kernel, warps = seen["append_fitted_kernel"]
-    assert set(seen) == {"append_fitted_kernel"}
+    kernel, warps = seen["append_kernel"]
+    assert set(seen) == {"append_kernel"}
     body = loop_over_blocks(disassemble(kernel.asm["cubin"], tmp_path))
     registers, stack, _ = resources(kernel.asm["cubin"], tmp_path)
     counts = collections.Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for text in body)

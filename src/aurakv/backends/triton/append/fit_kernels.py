@@ -1,10 +1,7 @@
-"""Appends and encoding of vectors whose codes are fitted with weights (fit.py), a side of its own or both.
+"""Blocks of vectors whose codes are fitted with weights (fit.py): a side of an append, and encoding.
 
 As in kernels.py and encode.py, but for: matrix, rotated coordinates in their natural order; fit, see fit.py, here of
-all heads; scratch float32 [programs, sides with weights, fit.scratch_size].
-Constexprs: as in kernels.py; TOGETHER see fit.py. Sides with weights take blocks of fit.VECTORS tokens of one head,
-other sides blocks of ROWS (token, head) pairs.
-The launcher guarantees: as in kernels.py; `key_blocks` and `value_blocks` are counts of such blocks.
+all heads; scratch float32, of a program. TOGETHER see fit.py. A block is fit.VECTORS tokens of one head.
 """
 
 # mypy: ignore-errors
@@ -12,11 +9,8 @@ The launcher guarantees: as in kernels.py; `key_blocks` and `value_blocks` are c
 import triton
 import triton.language as tl
 
-from ..common.slots import advance_lengths, enter_sequence, no_sequence, place_rows
+from ..common.slots import enter_sequence, no_sequence, place_rows, row_places
 from .fit import VECTORS, find_aims, fit_vectors, scratch_size
-from .kernels import append_blocks, row_places, store_first_of_all
-
-VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "key_blocks", "value_blocks"]
 
 
 @triton.jit
@@ -73,117 +67,6 @@ def append_fitted(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: t
             )
             fit_vectors(i_first, near, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER)
     return refused
-
-
-@triton.jit
-def append_fitted_side(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
-                       WRITER: tl.constexpr, HEADS: tl.constexpr, COUNTED: tl.constexpr, RING: tl.constexpr,
-                       SEQS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
-    if WRITER.weights:
-        return append_fitted(
-            side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, COUNTED, RING, SEQS,
-            TOGETHER,
-        )  # fmt: skip
-    else:
-        return append_blocks(
-            side, data, page_bytes, pool, blocks, BYTES, DTYPE, WRITER, HEADS, False, COUNTED, RING, SEQS, ROWS
-        )
-
-
-@triton.jit(do_not_specialize=VARYING)
-def append_fitted_kernel(
-    k,
-    k_token,
-    k_head,
-    k_dim,
-    v,
-    v_token,
-    v_head,
-    v_dim,
-    key_scale,
-    key_offset,
-    value_offset,
-    key_matrix,
-    value_matrix,
-    key_levels,
-    value_levels,
-    key_bounds,
-    value_bounds,
-    key_fit,
-    key_near,
-    key_cells,
-    value_fit,
-    value_near,
-    value_cells,
-    scratch,
-    data,
-    table,
-    lengths,
-    overflow,
-    starts,
-    tokens,
-    seqs,
-    pages,
-    width,
-    page_size,
-    pinned,
-    page_bytes,
-    key_codes,
-    key_scales,
-    value_codes,
-    value_scales,
-    key_blocks,
-    value_blocks,
-    first_data,
-    first_slots,
-    first_held,
-    first_before,
-    first_size,
-    first_values,
-    HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    K_BYTES: tl.constexpr,
-    V_BYTES: tl.constexpr,
-    K_DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr,
-    COUNTED: tl.constexpr,
-    RING: tl.constexpr,
-    SEQS: tl.constexpr,
-    SEQS_AT_ONCE: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """k, v [tokens, heads, dim] behind their sequences: program (blocks, side)."""
-    pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
-    key = (k, (k_token, k_head, k_dim), (key_scale, key_offset), key_matrix, key_levels, key_bounds, key_codes,
-           key_scales)  # fmt: skip
-    value = (v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, value_codes,
-             value_scales)  # fmt: skip
-    first = (first_data, first_slots, first_held, first_before, first_size, first_values)
-    SIZE: tl.constexpr = scratch_size(max(K.how.dim, V.how.dim), TOGETHER * len(K.scales if K.weights else V.scales))
-    i_scratch = tl.program_id(0)
-    if K.weights and V.weights:
-        i_scratch = i_scratch * 2 + tl.program_id(1)
-    p_scratch = scratch + i_scratch.to(tl.int64) * SIZE
-    if tl.program_id(1) == 0:
-        refused = append_fitted_side(
-            key, (key_fit, key_near, key_cells), p_scratch, data, page_bytes, pool, key_blocks, K_BYTES, K_DTYPE, K,
-            HEADS, COUNTED, RING, SEQS, ROWS, TOGETHER,
-        )  # fmt: skip
-        store_first_of_all(key, pool, first, 0, HEADS, K)
-    else:
-        refused = append_fitted_side(
-            value, (value_fit, value_near, value_cells), p_scratch, data, page_bytes, pool, value_blocks, V_BYTES,
-            V_DTYPE, V, HEADS, COUNTED, RING, SEQS, ROWS, TOGETHER,
-        )  # fmt: skip
-        store_first_of_all(value, pool, first, first_values, HEADS, V)
-    if COUNTED:
-        if refused:
-            tl.atomic_or(overflow, 1, sem="relaxed")
-    else:
-        advance_lengths(pool, refused, 2 * tl.num_programs(0), RING, SEQS_AT_ONCE, ENTRIES)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -1,8 +1,6 @@
-"""Launchers of append and encode where codes are fitted with weights."""
+"""Appends and encode where codes are fitted with weights: how they are cut, and the launch of encode."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,77 +9,34 @@ from ....format.codec import Codec
 from ....format.fit import SCALES
 from ....storage.pages import Pages
 from ..common import specialise
-from ..common.launcher import Launch
 from ..common.target import multiprocessors
+from .cut import Cut
 from .fit import VECTORS, scratch_size
-from .fit_kernels import append_fitted_kernel, encode_fitted_kernel
+from .fit_kernels import encode_fitted_kernel
 from .fit_tables import level_cells, unpacked
 
 WARPS = 8  # of a multiprocessor, for each side
 
+Side = tuple[Codec, torch.dtype, bool]  # what `specialise.writer` takes first
 
-def prepare_append(
-    pages: Pages,
-    k: Tensor,
-    v: Tensor,
-    key_scale: Tensor | None,
-    place: tuple[Any, ...],
-    first: tuple[Any, ...],
-    sequences: tuple[int, int, int],
-    counted: bool,
-    few: tuple[int, int],
-    blocks: int,
-) -> Launch:
-    """launch.prepare_append. place, first, sequences: as its kernel takes them. few: rows of a block of a side without
-    weights, and their number. blocks: number of blocks of VECTORS tokens of a head."""
-    key, value = pages.format.key, pages.format.value
-    changed = key_scale is not None or pages.key_offset is not None
-    k_how = specialise.writer(key, k.dtype, changed, fit=specialise.fit_of(pages.key_fit), few_warps=True)
-    v_how = specialise.writer(
-        value, v.dtype, pages.value_offset is not None, fit=specialise.fit_of(pages.value_fit), few_warps=True
+
+def cut(pages: Pages, sides: tuple[Side, Side], few: tuple[int, int], blocks: int, device: torch.device) -> Cut:
+    """few: rows of a block of a side without weights, and their number. blocks: number of blocks of VECTORS tokens of a
+    head."""
+    codecs, fits = (pages.format.key, pages.format.value), (pages.key_fit, pages.value_fit)
+    key, value = (
+        specialise.writer(*side, fit=specialise.fit_of(fit), few_warps=True)
+        for side, fit in zip(sides, fits, strict=True)
     )
-    k_matrix, k_levels, k_bounds = specialise.constants(key, k_how, k.device)
-    v_matrix, v_levels, v_bounds = specialise.constants(value, v_how, v.device)
-    counts = [blocks if how.weights else few[1] for how in (k_how, v_how)]
-    warps = _warps(k_how, v_how)
-    programs = min(max(counts), WARPS // warps * multiprocessors(k.device))
-    return Launch(
-        append_fitted_kernel,
-        (programs, 2),
-        None,
-        *k.stride(),
-        None,
-        *v.stride(),
-        key_scale,
-        pages.key_offset,
-        pages.value_offset,
-        k_matrix,
-        v_matrix,
-        k_levels,
-        v_levels,
-        k_bounds,
-        v_bounds,
-        *_fit(key, k_how, pages.key_fit),
-        *_fit(value, v_how, pages.value_fit),
-        _scratch(programs * (k_how.weights + v_how.weights), max(key.dim, value.dim), warps, k.device),
-        *place,
-        *counts,
-        *first,
-        pages.kv_heads,
-        k_how,
-        v_how,
-        key.row_bytes,
-        value.row_bytes,
-        specialise.DTYPES[key.dtype],
-        specialise.DTYPES[value.dtype],
-        counted,
-        pages.ring,
-        *sequences,
-        few[0],
-        _together(warps),
-        num_warps=warps,
-        num_stages=1,
-    )
+    warps = _warps(key, value)
+    most = max(blocks if side.weights else few[1] for side in (key, value))
+    programs = min(most, WARPS // warps * multiprocessors(device))
+    of_sides = (_fit(*each) for each in zip(codecs, (key, value), fits, strict=True))
+    return Cut(
+        key, value, few[0], (programs, 2), few[1], {"num_warps": warps, "num_stages": 1},
+        fits=tuple(x for side in of_sides for x in side), fitted_blocks=blocks, together=_together(warps),
+        scratch=programs * (key.weights + value.weights) * _scratch(max(x.dim for x in codecs), warps),
+    )  # fmt: skip
 
 
 def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor, data: Tensor, scale: Tensor) -> None:
@@ -96,7 +51,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor, data: Te
         offset,
         *specialise.constants(codec, how, x.device),
         *_fit(codec, how, fit),
-        _scratch(programs, codec.dim, warps, x.device),
+        torch.empty(programs * _scratch(codec.dim, warps), dtype=torch.float32, device=x.device),
         data,
         scale,
         codec.row_bytes,
@@ -116,9 +71,10 @@ def _fit(codec: Codec, how: specialise.Writer, fit: Tensor | None) -> tuple[Tens
     return *unpacked(fit, codec.dim), level_cells(codec, fit.device)
 
 
-def _scratch(programs: int, dim: int, warps: int, device: torch.device) -> Tensor:
-    size = scratch_size(dim, _together(warps) * len(SCALES))
-    return torch.empty(programs, size, dtype=torch.float32, device=device)
+def _scratch(dim: int, warps: int) -> int:
+    """float32 numbers that a program needs for a side."""
+    size: int = scratch_size(dim, _together(warps) * len(SCALES))
+    return size
 
 
 def _warps(*sides: specialise.Writer) -> int:

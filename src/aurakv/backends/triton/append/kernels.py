@@ -9,7 +9,7 @@ heads, and a program of its own.
 first: None, or where first tokens of sequences lie a second time (step.FirstTokens): vectors of 16 bits, the page of
 each sequence, how many it has after and before the append, the size of a piece, where values begin there.
 The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as slots.find_block has
-(LONG: of tokens, times HEADS).
+(LONG: of tokens, times HEADS), `fitted_blocks` as many as there are of fit.VECTORS tokens of a head.
 """
 
 # mypy: ignore-errors
@@ -18,14 +18,16 @@ import triton
 import triton.language as tl
 
 from ..common.codes import INTERPRETED, cast
-from ..common.slots import advance_lengths, enter_sequence, no_sequence, place_rows, place_token
+from ..common.slots import advance_lengths, enter_sequence, no_sequence, place_rows, place_token, row_places
 from .encode import changed, encode_rows, table_cells, whole_matrix, whole_rows
 from .encode_warp import append_alone
+from .fit import scratch_size
+from .fit_kernels import append_fitted
 
 FIRST_ROWS = tl.constexpr(8)  # first tokens times heads that are stored at a time
 
 # These vary from call to call: no kernel of its own when one of them is 1 or a multiple of 16.
-VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "blocks"]
+VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "blocks", "fitted_blocks"]
 
 
 @triton.jit
@@ -72,14 +74,6 @@ def append_blocks(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTY
 
 
 @triton.jit
-def row_places(data, o_piece, i_row, page_bytes, codes, scales, BYTES: tl.constexpr, DTYPE: tl.constexpr):
-    """Where codes and scales of rows of pieces go."""
-    p_piece = data + o_piece.to(tl.int64) * page_bytes
-    p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
-    return p_piece + codes + i_row.to(tl.int64) * BYTES, p_scale
-
-
-@triton.jit
 def store_first(side, pool, first, i_seq, old, count, begin, HEADS: tl.constexpr, WRITER: tl.constexpr):
     """First tokens old … count − 1 of a sequence, keys or values, which begin so far behind a piece's start."""
     data, slots, _, _, size, _ = first
@@ -110,10 +104,20 @@ def store_first_of_all(side, pool, first, begin, HEADS: tl.constexpr, WRITER: tl
 
 
 @triton.jit
-def append_side(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
+def append_side(side, fit, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
                 WRITER: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr, COUNTED: tl.constexpr,
-                RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    if WRITER.alone:
+                RING: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+                SIZE: tl.constexpr, BOTH: tl.constexpr):  # fmt: skip
+    """fit: matrices, near, cells, scratch and blocks of `append_fitted`. SIZE of a program's scratch, BOTH: that of two
+    sides."""
+    if WRITER.weights:
+        i_scratch = tl.program_id(0) * 2 + tl.program_id(1) if BOTH else tl.program_id(0)
+        p_scratch = fit[3] + i_scratch.to(tl.int64) * SIZE
+        return append_fitted(
+            side, (fit[0], fit[1], fit[2]), p_scratch, data, page_bytes, pool, fit[4], BYTES, DTYPE, WRITER, HEADS,
+            COUNTED, RING, SEQS, TOGETHER,
+        )  # fmt: skip
+    elif WRITER.alone:
         x, stride, _, matrix, _, bounds, codes, scales = side
         return append_alone(
             x, stride, matrix, bounds, data, page_bytes, codes, scales, pool, blocks, BYTES, DTYPE, WRITER, HEADS,
@@ -198,6 +202,13 @@ def append_kernel(
     value_levels,
     key_bounds,
     value_bounds,
+    key_fit,
+    key_near,
+    key_cells,
+    value_fit,
+    value_near,
+    value_cells,
+    scratch,
     data,
     table,
     lengths,
@@ -215,6 +226,7 @@ def append_kernel(
     value_codes,
     value_scales,
     blocks,
+    fitted_blocks,
     first_data,
     first_slots,
     first_held,
@@ -236,10 +248,12 @@ def append_kernel(
     SEQS_AT_ONCE: tl.constexpr,
     ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """k, v [tokens, heads, dim] behind their sequences: program (blocks, side), or (sequence) if OWN.
 
-    COUNTED: lengths count the new tokens already and stay."""
+    COUNTED: lengths count the new tokens already and stay. Sides with weights have their fit (fit.py) of all heads,
+    fitted_blocks and a part of scratch, float32 [programs, sides with weights, fit.scratch_size]."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
     key = (k, (k_token, k_head, k_dim), (key_scale, key_offset), key_matrix, key_levels, key_bounds, key_codes,
            key_scales)  # fmt: skip
@@ -252,15 +266,21 @@ def append_kernel(
             ROWS,
         )  # fmt: skip
     else:
+        key_fits = (key_fit, key_near, key_cells, scratch, fitted_blocks)
+        value_fits = (value_fit, value_near, value_cells, scratch, fitted_blocks)
+        SIZE: tl.constexpr = scratch_size(max(K.how.dim, V.how.dim), TOGETHER * max(len(K.scales), len(V.scales)))
+        BOTH: tl.constexpr = K.weights and V.weights
         if tl.program_id(1) == 0:
             refused = append_side(
-                key, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, COUNTED, RING, SEQS, ROWS
-            )
+                key, key_fits, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, COUNTED, RING,
+                SEQS, ROWS, TOGETHER, SIZE, BOTH,
+            )  # fmt: skip
             store_first_of_all(key, pool, first, 0, HEADS, K)
         else:
             refused = append_side(
-                value, data, page_bytes, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, COUNTED, RING, SEQS, ROWS
-            )
+                value, value_fits, data, page_bytes, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, COUNTED, RING,
+                SEQS, ROWS, TOGETHER, SIZE, BOTH,
+            )  # fmt: skip
             store_first_of_all(value, pool, first, first_values, HEADS, V)
         if COUNTED:
             if refused:
@@ -278,7 +298,7 @@ def copy_rows(p_from, p_to, m_row, BYTES: tl.constexpr, COLUMNS: tl.constexpr):
         tl.store(p_to[:, None] + o_byte[None, :], tl.load(p_from[:, None] + o_byte[None, :], mask=m), mask=m)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING[:-1])
 def append_codes_kernel(
     key_data,
     key_scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..common import specialise
 from ..common.launcher import Launch, most_seqs
 from ..common.target import multiprocessors
 from . import fit_launch
+from .cut import Cut
 from .encode import encode_kernel
 from .fit import VECTORS
 from .kernels import append_codes_kernel, append_kernel
@@ -74,80 +76,57 @@ def prepare_append(
     key_scale: Tensor | None = None,
     counted: bool = False,
     first_tokens: FirstTokens | None = None,
-) -> Launch:
+) -> Callable[..., None]:
     """`append` of tensors like k and v, which it takes by name.
 
     key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous. counted, first_tokens: see `Step`."""
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
-    changed = key_scale is not None or pages.key_offset is not None, pages.value_offset is not None
-    sides = (key, k.dtype, changed[0]), (value, v.dtype, changed[1])
-    fits = specialise.fit_of(pages.key_fit), specialise.fit_of(pages.value_fit)
-    n = tokens * pages.kv_heads
-    sequences, first = _sequences(pages, where, counted), _first(first_tokens)
+    sequences = _sequences(pages, where, counted)
+    cut = _cut(pages, k, v, key_scale is not None, alone=sequences[0] == 0)
+    k_matrix, k_levels, k_bounds = specialise.constants(key, cut.key, k.device)
+    v_matrix, v_levels, v_bounds = specialise.constants(value, cut.value, v.device)
+    launch = Launch(
+        append_kernel, cut.grid,
+        None, *k.stride(), None, *v.stride(), key_scale, pages.key_offset, pages.value_offset,
+        k_matrix, v_matrix, k_levels, v_levels, k_bounds, v_bounds, *cut.fits, None,
+        *_place(pages, where, tokens), cut.blocks, cut.fitted_blocks, *_first(first_tokens),
+        pages.kv_heads, cut.key, cut.value, key.row_bytes, value.row_bytes, specialise.DTYPES[key.dtype],
+        specialise.DTYPES[value.dtype], cut.own, cut.long, counted, pages.ring, *sequences, cut.rows, cut.together,
+        **cut.options,
+    )  # fmt: skip
+    if not cut.scratch:
+        return launch
+
+    def with_scratch(k: Tensor, v: Tensor) -> None:  # of each call, as a step is kept for every layer of a model
+        launch(k=k, v=v, scratch=torch.empty(cut.scratch, dtype=torch.float32, device=k.device))
+
+    return with_scratch
+
+
+def _cut(pages: Pages, k: Tensor, v: Tensor, key_scale: bool, alone: bool) -> Cut:
+    """alone: the host knows that each sequence has one token."""
+    tokens, heads, seqs = k.shape[0], pages.kv_heads, pages.seqs
+    sides = (
+        (pages.format.key, k.dtype, key_scale or pages.key_offset is not None),
+        (pages.format.value, v.dtype, pages.value_offset is not None),
+    )
+    fits, n = (specialise.fit_of(pages.key_fit), specialise.fit_of(pages.value_fit)), tokens * heads
     if "weights" in fits:
-        few = FEW_ROWS, blocks(tokens, pages.seqs, pages.kv_heads, FEW_ROWS)
-        count = blocks(tokens, pages.seqs, 1, VECTORS.value) * pages.kv_heads
-        place = _place(pages, where, tokens)
-        return fit_launch.prepare_append(pages, k, v, key_scale, place, first, sequences, counted, few, count)
-    k_how, v_how = (specialise.writer(*side, fit=fit) for side, fit in zip(sides, fits, strict=True))
-    rows = _rows(n, k_how, v_how)
-    long = n > MANY_VECTORS and tokens >= rows * pages.seqs and pages.page_size >= FEW_ROWS
-    alone = (
-        long
-        and rows == MANY_ROWS
-        and not any(fits)
-        and all(specialise.factored(*side) for side in sides)
-        and _aligned(k)
-        and _aligned(v)
-    )
-    warps, programs = 4, 4  # of a program; programs of a multiprocessor
-    if alone:
-        k_how, v_how = (specialise.writer(*side, alone=True) for side in sides)
-        rows, warps, programs = FEW_ROWS, 1, 2 * ALONE  # values take longer than keys
-    count = (
-        blocks(tokens, pages.seqs, 1, rows) * pages.kv_heads
-        if long
-        else blocks(tokens, pages.seqs, pages.kv_heads, rows)
-    )
-    own = sequences[0] == 0 and pages.kv_heads <= rows and n <= MANY_VECTORS
-    k_matrix, k_levels, k_bounds = specialise.constants(key, k_how, k.device)
-    v_matrix, v_levels, v_bounds = specialise.constants(value, v_how, v.device)
-    most = programs * multiprocessors(k.device) // 2
-    return Launch(
-        append_kernel,
-        (tokens,) if own else (count if n <= MANY_VECTORS else min(count, most), 2),
-        None,
-        *k.stride(),
-        None,
-        *v.stride(),
-        key_scale,
-        pages.key_offset,
-        pages.value_offset,
-        k_matrix,
-        v_matrix,
-        k_levels,
-        v_levels,
-        k_bounds,
-        v_bounds,
-        *_place(pages, where, tokens),
-        count,
-        *first,
-        pages.kv_heads,
-        k_how,
-        v_how,
-        key.row_bytes,
-        value.row_bytes,
-        specialise.DTYPES[key.dtype],
-        specialise.DTYPES[value.dtype],
-        own,
-        long,
-        counted,
-        pages.ring,
-        *sequences,
-        rows,
-        num_warps=warps,
-        **({"num_stages": 1, "maxnreg": REGISTERS} if alone else _resources(rows == MANY_ROWS, k_how, v_how)),
-    )
+        few = FEW_ROWS, blocks(tokens, seqs, heads, FEW_ROWS)
+        return fit_launch.cut(pages, sides, few, blocks(tokens, seqs, 1, VECTORS.value) * heads, k.device)
+    key, value = (specialise.writer(*side, fit=fit) for side, fit in zip(sides, fits, strict=True))
+    rows = _rows(n, key, value)
+    long = n > MANY_VECTORS and tokens >= rows * seqs and pages.page_size >= FEW_ROWS
+    options, programs = {"num_warps": 4, **_resources(rows == MANY_ROWS, key, value)}, 4  # of a multiprocessor
+    single_warps = long and rows == MANY_ROWS and not any(fits)
+    if single_warps and all(specialise.factored(*side) for side in sides) and _aligned(k) and _aligned(v):
+        key, value = (specialise.writer(*side, alone=True) for side in sides)
+        rows, programs = FEW_ROWS, 2 * ALONE  # values take longer than keys
+        options = {"num_warps": 1, "num_stages": 1, "maxnreg": REGISTERS}
+    count = blocks(tokens, seqs, 1, rows) * heads if long else blocks(tokens, seqs, heads, rows)
+    own = alone and heads <= rows and n <= MANY_VECTORS
+    most = count if n <= MANY_VECTORS else min(count, programs * multiprocessors(k.device) // 2)
+    return Cut(key, value, rows, (tokens,) if own else (most, 2), count, options, own, long)
 
 
 def _aligned(x: Tensor) -> bool:

@@ -152,6 +152,14 @@ def place_rows(pool, i_block, known, o_row, HEADS: tl.constexpr, LONG: tl.conste
 
 
 @triton.jit
+def row_places(data, o_piece, i_row, page_bytes, codes, scales, BYTES: tl.constexpr, DTYPE: tl.constexpr):
+    """Where codes and scales of rows of pieces go."""
+    p_piece = data + o_piece.to(tl.int64) * page_bytes
+    p_scale = (p_piece + scales).to(tl.pointer_type(DTYPE), bitcast=True) + i_row
+    return p_piece + codes + i_row.to(tl.int64) * BYTES, p_scale
+
+
+@triton.jit
 def place_token(pool, i_seq, position, RING: tl.constexpr):
     """Where one token of a sequence goes: its page, its row inside that, and whether there is such a page."""
     table, _, _, _, _, _, pages, width, page_size, pinned = pool
