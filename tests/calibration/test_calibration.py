@@ -116,6 +116,16 @@ def test_small_losses_in_all_layers_are_said():
     assert "k5v4 would not" in note
 
 
+def test_one_layer_among_many_that_loses_some_is_said():
+    """Qwen2.5-Coder-0.5B at 3 bits: one layer of 24 moves by 0.44 nats, and perplexity grows by 4 to 5%."""
+    note = made(layer(falling(0.44)), *[layer(falling(0.03))] * 23).chosen("k4v4").note
+    assert note == (
+        "k4v4 costs this model some quality (attention of layer 0 moves by 0.44 nats, more than 0.25): k5v4 would not"
+    )
+    with pytest.raises(InputError, match=r"do not survive k4v4 in 1 of 24 layers.*layer 0 moves by 1\.1 nats"):
+        made(layer(falling(1.1)), *[layer(falling(0.03))] * 23).chosen("k4v4")
+
+
 def test_without_a_format_only_layers_that_need_it_are_wider():
     chosen = made(layer(falling(0.01)), layer(falling(0.8)), layer(falling(0.02))).chosen(None)
     assert [policy.format for policy in chosen.layers.values()] == ["k4v4", "k6v4", "k4v4"]

@@ -23,6 +23,7 @@ from .policy import LayerPolicy, read_tensor, text_of
 
 KIND, VERSIONS = "aurakv-calibration", (1, 2)  # 1: without weights
 DEFAULT = "k4v4"  # where nobody names a format
+BROKEN = 1.0  # nats by which the attention of one layer may move in a model that is served
 WIDTHS = (2, 3, 4, 5, 6, 8)  # at which attention is measured
 MAX_BYTES = 256 * 2**20
 _FIELDS = {"kind", "version", "model", "source", "first", "layers"}
@@ -72,20 +73,22 @@ class Calibration:
         if format is None:
             return Chosen(self._widened(device_type))
         bits = self._bits(format)
-        lost = {number: nats for number, nats in self._nats(bits, plain).items() if nats > LOST}
-        mean = self._mean(bits, plain)
-        note = None
-        if lost:
-            number, nats = max(lost.items(), key=lambda item: item[1])
+        moved, mean = self._nats(bits, plain), self._mean(bits, plain)
+        lost = [number for number, nats in moved.items() if nats > LOST]
+        most = max(moved, key=lambda number: moved[number])
+        if lost and (mean > LOST or moved[most] > BROKEN):
             raise InputError(
                 f"keys do not survive {'plain:' if plain else ''}{format} in {len(lost)} of {len(self.layers)} layers"
-                f" of this model (attention of layer {number} moves by {more_than(nats, LOST)} nats where {LOST} are"
-                f" tolerated): {self._better(format, plain, device_type)} would keep them"
+                f" of this model (attention of layer {most} moves by {more_than(moved[most], LOST)} nats where"
+                f" {LOST} are tolerated): {self._better(format, plain, device_type)} would keep them"
             )
-        if mean > ON_AVERAGE:
+        note = None
+        if lost or mean > ON_AVERAGE:
+            layers = f"layer {most}" if lost else "its layers"
+            by, limit = (moved[most], LOST) if lost else (mean, ON_AVERAGE)
             note = (
-                f"{format} costs this model some quality (attention of its layers moves by"
-                f" {more_than(mean, ON_AVERAGE)} nats on average, more than {ON_AVERAGE}):"
+                f"{format} costs this model some quality (attention of {layers} moves by {more_than(by, limit)} nats"
+                f"{'' if lost else ' on average'}, more than {limit}):"
                 f" {self._better(format, plain, device_type)} would not"
             )
         return Chosen({number: layer.policy(format, plain) for number, layer in self.layers.items()}, note)
