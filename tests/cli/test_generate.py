@@ -179,7 +179,7 @@ def test_embedded_model(answer, tmp_path, format):
     assert known == read, "what is known about the embedded model is what its config says"
     said = answer("generate", "--prompt", "What is the capital of France?", "--temperature", 0, "--max-tokens", 20)
     assert "Paris" in said["text"]
-    options = ("--tokens", 700, "--new", 8, "--picture", tmp_path / "demo.png")
+    options = ("--tokens", 1200, "--new", 8, "--picture", tmp_path / "demo.png")
     none, coded = answer("demo", *options, "--formats", format)["rows"]
     assert none["bytes"] / coded["bytes"] > 6.5
     assert 0.85 < coded["top1"] < 1
