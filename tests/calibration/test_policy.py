@@ -329,3 +329,16 @@ def test_8_bits_are_not_fitted():
     ):
         fits = LayerPolicy(name, key_weight=weight).fits(kv.Format.parse(name, 64), 2, "cpu")
         assert tuple(fit is not None for fit in fits) == fitted
+
+
+def test_keys_that_are_not_fitted_have_the_scale_of_nearest_codes():
+    """8 bits: on a CPU as on a GPU, except that values are still fitted; to ask twice changes nothing."""
+    scale, weight = torch.rand(2, 64) + 0.5, torch.rand(2, 64) + 0.1
+    given = {"key_offset": torch.randn(2, 64), "key_scale": scale, "key_weight": weight}
+    nearest, ours = LayerPolicy("k8v4", **given).on("cuda"), LayerPolicy("k8v4", **given).on("cpu")
+    assert torch.equal(ours.key_scale, nearest.key_scale)
+    assert torch.equal(ours.key_offset, nearest.key_offset)
+    assert not torch.equal(ours.key_scale, scale)
+    assert [fit is None for fit in ours.fits(kv.Format.parse("k8v4", 64), 2, "cpu")] == [True, False]
+    assert torch.equal(ours.on("cpu").key_scale, ours.key_scale)
+    assert LayerPolicy("k6v4", **given).on("cpu").key_scale is scale

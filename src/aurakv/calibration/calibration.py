@@ -91,7 +91,8 @@ class Calibration:
                 f"{'' if lost else ' on average'}, more than {limit}):"
                 f" {self._better(format, plain, device_type)} would not"
             )
-        return Chosen({number: layer.policy(format, plain) for number, layer in self.layers.items()}, note)
+        policies = {number: layer.policy(format, plain).on(device_type) for number, layer in self.layers.items()}
+        return Chosen(policies, note)
 
     def _widened(self, device_type: str) -> dict[int, LayerPolicy]:
         """Keys of DEFAULT, wider in the layers that move most, until no layer is lost and the mean is small enough."""
@@ -110,7 +111,7 @@ class Calibration:
                 widen(number)
         while sum(map(nats, formats)) > ON_AVERAGE * len(formats):
             widen(max(formats, key=nats))
-        return {number: layer.policy(formats[number], False) for number, layer in self.layers.items()}
+        return {number: layer.policy(formats[number], False).on(device_type) for number, layer in self.layers.items()}
 
     def _better(self, format: str, plain: bool, device_type: str) -> str:
         """The narrowest format, calibrated, with these values and at least as wide keys that every layer survives."""

@@ -67,12 +67,16 @@ class LayerPolicy:
         return key, fitting.equal(kv_heads, device) if format.value.bits <= MOST_FITTED else None
 
     def on(self, device_type: str) -> LayerPolicy:
-        """What a cache on such a device takes: on some, codes are the nearest ones, for which another scale is best."""
-        if self.key_weight is None or self.key_scale is None or device_type in FITTED_ON:
+        """What a cache on such a device takes: where codes of keys are the nearest ones, another scale is best."""
+        if self.key_weight is None or self.key_scale is None:
+            return self
+        fitted = device_type in FITTED_ON
+        if fitted and Format.parse(self.format, self.key_scale.shape[1]).key.bits <= MOST_FITTED:
             return self
         change = levelled(self.key_weight.pow(1 / 6))  # statistics.py has both scales
         offset = None if self.key_offset is None else self.key_offset * change
-        return replace(self, key_offset=offset, key_scale=self.key_scale * change, key_weight=None)
+        weight = torch.ones_like(self.key_weight) if fitted else None  # values are still fitted
+        return replace(self, key_offset=offset, key_scale=self.key_scale * change, key_weight=weight)
 
     def with_format(self, name: str, head_dim: int) -> LayerPolicy:
         """The same layer at another format; sides at 16 bits have no offset, keys at 16 bits no key_scale."""
