@@ -1,4 +1,4 @@
-"""Fitted codes in Triton: in the interpreter against the reference, and compiled for GPUs that are not here."""
+"""Fitted codes in Triton: against the reference, interpreted and on a GPU; compiled for GPUs that are not here."""
 
 import collections
 import contextlib
@@ -13,8 +13,8 @@ from aurakv.attention.step import Rows
 from aurakv.format import fit as fitting
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
-from tests.backends.triton.test_interpreter import interpret, needs_triton
-from tests.helpers.gpu import compiles
+from tests.backends.triton.test_interpreter import interpret, needs_triton, run
+from tests.helpers.gpu import compiles, on_real_gpu
 
 # In float64 the reference finds the best of scales that differ by less than sums in float32 do at 8 bits.
 ENCODE = """
@@ -25,9 +25,11 @@ numpy.seterr(all="ignore")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 from aurakv.backends import _load
+from aurakv.backends.triton.common import target
 from aurakv.format import fit as fitting
 from aurakv.format.codec import Codec
 from aurakv.format.packing import unpack
+torch.set_default_device(target.device_type() if torch.cuda.is_available() else "cpu")
 reference, triton = _load("reference"), _load("triton")
 
 def kept(x, codes, codec, offset, fit):
@@ -42,7 +44,7 @@ dim, bits, side, n = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.ar
 options = {"table": (-2.0, -1.3, -0.7, -0.2, 0.3, 0.3001, 0.3002, 1.5)} if side == "searched" else {}  # no grid
 codec = Codec.value(dim, bits) if side == "value" else Codec.key(dim, bits, **options)
 x, offset = torch.randn(n, 2, dim) * torch.randn(n, 2, 1).exp(), 0.1 * torch.randn(2, dim)
-for fit in (fitting.equal(2), fitting.fit(codec, torch.rand(2, dim) ** 4 + 0.01)):
+for fit in (fitting.equal(2, x.device), fitting.fit(codec, torch.rand(2, dim) ** 4 + 0.01)):
     wanted, got = reference.encode(x.double(), codec, offset, fit), triton.encode(x, codec, offset, fit)
     same = (wanted.data == got.data).all(-1)
     assert same.float().mean() >= 0.99, same.float().mean()
@@ -64,18 +66,21 @@ import torch
 torch.set_num_threads(1)
 torch.manual_seed(3)
 from aurakv.attention import ops
+from aurakv.backends.triton.common import target
 from aurakv.format import fit as fitting
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
 
+DEVICE = torch.device(target.device_type() if torch.cuda.is_available() else "cpu")
+torch.set_default_device(DEVICE)
 LENGTHS = [0, 5, 14]  # pages of 8: the second one fills its last page, the last one goes beyond the table
 STARTS = [0, 3, 22, 26]
 for name, weights, ring, offset in (("k4v3", "k", False, True), ("k3v4", "kv", True, False),
                                     ("k16v4", "v", False, True), ("k4v4", "", True, False)):
     format = Format.parse(name, 32)
     def fit(side, codec):
-        return fitting.fit(codec, torch.rand(2, 32) + 0.01) if side in weights else fitting.equal(2)
-    pages = Pages(format, 8, allocate(format, 8, 9, 2, torch.device("cpu")).fill_(0),
+        return fitting.fit(codec, torch.rand(2, 32) + 0.01) if side in weights else fitting.equal(2, DEVICE)
+    pages = Pages(format, 8, allocate(format, 8, 9, 2, DEVICE).fill_(0),
                   torch.randperm(9).view(3, 3).to(torch.int32), torch.tensor(LENGTHS, dtype=torch.int32),
                   torch.zeros(1, dtype=torch.int32), ring=ring, pinned=int(ring),
                   key_fit=fit("k", format.key) if format.key.coded else None, value_fit=fit("v", format.value))
@@ -105,19 +110,20 @@ for name, weights, ring, offset in (("k4v3", "k", False, True), ("k3v4", "kv", T
 """
 
 
+ENCODED = [
+    (64, 4, "key", 17),
+    (80, 3, "value", 16),
+    (128, 2, "key", 16),
+    (64, 8, "key", 16),
+    (32, 5, "value", 16),
+    (32, 3, "searched", 8),
+    (256, 4, "key", 8),
+]
+encoded = pytest.mark.parametrize(("dim", "bits", "side", "vectors"), ENCODED)
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    ("dim", "bits", "side", "vectors"),
-    [
-        (64, 4, "key", 17),
-        (80, 3, "value", 16),
-        (128, 2, "key", 16),
-        (64, 8, "key", 16),
-        (32, 5, "value", 16),
-        (32, 3, "searched", 8),
-        (256, 4, "key", 8),
-    ],
-)
+@encoded
 def test_encode(dim, bits, side, vectors):
     interpret(ENCODE, str(dim), str(bits), side, str(vectors))
 
@@ -125,6 +131,17 @@ def test_encode(dim, bits, side, vectors):
 @needs_triton
 def test_append():
     interpret(APPEND)
+
+
+@on_real_gpu
+@encoded
+def test_encode_on_a_gpu(dim, bits, side, vectors):
+    run(ENCODE, str(dim), str(bits), side, str(40 * vectors))
+
+
+@on_real_gpu
+def test_append_on_a_gpu():
+    run(APPEND)
 
 
 def fitted_pages(name, dim, kv_heads=8, seqs=64):

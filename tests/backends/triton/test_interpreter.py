@@ -132,6 +132,11 @@ def interpret(script: str, *arguments: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": str(int(not EMULATED)), "CUDA_VISIBLE_DEVICES": ""}
     if EMULATED:
         script = f"from tests.helpers.ptx.driver import start\nstart({capability(torch.device('cpu'))})\n{script}"
+    run(script, *arguments, environment=environment)
+
+
+def run(script: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    """In a process of its own; without an environment on the GPU that is there."""
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, timeout=900
     )
