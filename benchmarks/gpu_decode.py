@@ -160,7 +160,7 @@ BASELINE = [  # options of its rows
     "--shapes 2 --pages 64 --softcap 30",
     "--shapes 2 5 --pages 64 --tokens 128",
 ]
-OTHER_SHAPES = [  # compiled and emulated; no GPU has timed them yet
+OTHER_SHAPES = [
     "--shapes 2 --pages 64 --dim 64 --formats k4v2 k2v2 k3v3 k5v5 k6v6 k5v4",
     "--shapes 2 --pages 64 --dim 80 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4 k8v8",
     "--shapes 2 --pages 64 --dim 96 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4 k8v8",

@@ -31,7 +31,7 @@ FIRST, ROLLBACK = (
     4,
     32,
 )  # of a model without a policy: uncompressed first tokens; tokens that can be cropped beyond a window
-FITTED_ON = ("cpu",)  # devices on which codes are fitted: kernels for it that GPUs have must be run on them first
+FITTED_ON = ("cpu",)  # devices on which codes are fitted; on GPUs a decode step would take 20% longer (docs/lab/gpu.md)
 MOST_FITTED = 6  # bits: at 8 there is nothing to gain, and nearest codes of almost equal vectors are almost equal
 _FOLDER = Path(__file__).parent / "policies"
 MAX_BYTES = 64 * 2**20  # of a file
