@@ -12,7 +12,8 @@ was cut goes on where it ended; a cache that failed is not tried again. --again 
 Caches are measured in their order, the ones that matter most first. With --brief those that are not in --fit get
 that piece of work only. A start takes about 65 s (torch.compile, graphs), a new prompt of 8,192 tokens 0.2 s: on an
 H200 about 2 minutes for bf16, 3 to 4 for k4v4 and its largest batch of 390, 75 s for a cache in brief, 17 minutes for
-all with --brief and 25 without.
+all with --brief and 25 without. --together 4 starts four at a time, which share the GPU and take turns to measure: for
+caches that are small together, with --cache-bytes. Their `load_s` says nothing about one that starts alone.
 
 A piece of work is SEQUENCESxTOKENS. Prompts of random tokens stay in the prefix cache; a step is (time for 1 + K
 tokens − time for 1) / K, the best of two each. The work `fitxTOKENS`, which the caches of --fit get besides, is as many
@@ -24,13 +25,18 @@ were compiled after the start, while requests ran.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +103,21 @@ def missing(row: dict[str, Any], work: list[str], most: int) -> list[str]:
 # one cache, in this process
 
 
+@contextlib.contextmanager
+def turn(file: Path | None) -> Iterator[None]:
+    """Alone among the processes that have this file, if there is one."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
 def measure(args: argparse.Namespace, cache: str, work: list[str], report: Any) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # which would be compiled
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import torch
     import vllm
 
     lengths = sorted({int(each.split("x")[1]) for each in args.work.split(",")})
@@ -122,14 +138,25 @@ def measure(args: argparse.Namespace, cache: str, work: list[str], report: Any) 
         **{name: value for name, value in given.items() if value is not None},
         **options_of(cache, args.model),
     )
+    load = round(time.perf_counter() - start, 1)
     compiled = watch_compiler()
+    with turn(args.turns):
+        report({"load_s": load})
+        measure_engine(args, llm, work, most, lengths, compiled, report)
+
+
+def measure_engine(
+    args: argparse.Namespace, llm: Any, work: list[str], most: int, lengths: list[int], compiled: list[str], report: Any
+) -> None:
+    import torch
+    import vllm
+
     config = llm.llm_engine.vllm_config
     block = config.cache_config.block_size
     blocks = (config.cache_config.num_gpu_blocks or 0) - 1  # vLLM keeps one free
     fits = {tokens: blocks // -(-(tokens + NEW + 1) // block) for tokens in lengths}
     report(
         {
-            "load_s": round(time.perf_counter() - start, 1),
             "capacity_tokens": blocks * block,
             "fits": {str(tokens): count for tokens, count in fits.items()},
             "block": block,
@@ -217,6 +244,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text("utf-8"))["rows"]
+    waiting: list[tuple[str, list[str], dict[str, Any]]] = []
     for cache in args.caches.split(","):
         key = row_of(args, cache)
         known = next((row for row in rows if {name: row.get(name) for name in KEY} == key), None)
@@ -224,16 +252,24 @@ def main() -> None:
         rows = [*(other for other in rows if other is not known), row]
         work = missing(row, work_of(args, cache), args.most)
         if work and "failed" not in row:
-            if end - time.monotonic() < START:
-                print(f"{cache}: no time left, run the same command again", flush=True)
-                break
+            waiting.append((cache, work, row))
+
+    def start(cache: str, work: list[str], row: dict[str, Any]) -> None:
+        if end - time.monotonic() < START:
+            print(f"{cache}: no time left, run the same command again", flush=True)
+        else:
             run(args, cache, work, row, rows)
+
+    with ThreadPoolExecutor(args.together) as pool:
+        list(pool.map(lambda each: start(*each), waiting))
     print(table(rows), flush=True)
 
 
 def run(args: argparse.Namespace, cache: str, work: list[str], row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Measure in a process of its own, and save each part of the row as it comes."""
     command = [sys.executable, *sys.argv, "--one", json.dumps([cache, work])]
+    if args.together > 1:
+        command += ["--turns", str(Path(tempfile.gettempdir()) / f"aurakv-turns-{os.getpid()}")]
     done = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -242,19 +278,26 @@ def run(args: argparse.Namespace, cache: str, work: list[str], row: dict[str, An
                 continue
             part = json.loads(line.removeprefix(_MARK))
             done = part.pop("done", done)
-            for name in ("steps", "prefill_s"):
-                row[name] = {**row.get(name, {}), **part.pop(name, {})}
-            row.update(part)
-            save(args, rows)
+            with _saving:
+                for name in ("steps", "prefill_s"):
+                    row[name] = {**row.get(name, {}), **part.pop(name, {})}
+                row.update(part)
+                save(args, rows)
     if not done:
-        row["failed"] = child.returncode
-        print(f"{cache}: ended with exit code {child.returncode}", flush=True)
-        save(args, rows)
+        with _saving:
+            row["failed"] = child.returncode
+            print(f"{cache}: ended with exit code {child.returncode}", flush=True)
+            save(args, rows)
+
+
+_saving = threading.Lock()
 
 
 def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if args.json:
-        made = {"command": " ".join(["python", *sys.argv]), "rows": rows}
+        command = " ".join(["python", *sys.argv])
+        known = json.loads(args.json.read_text("utf-8")).get("commands", []) if args.json.exists() else []
+        made = {"commands": [*(each for each in known if each != command), command], "rows": rows}
         new = args.json.with_suffix(".new")
         new.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
         new.replace(args.json)  # whole, whenever this is ended
@@ -314,6 +357,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, help="vLLM's --block-size")
     parser.add_argument("--json", type=Path, help="where rows are kept")
     parser.add_argument("--again", action="store_true", help="measure these caches anew")
+    parser.add_argument("--together", type=int, default=1, help="caches that are started at a time")
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.model = folder_of(args.model, args.dummy)
