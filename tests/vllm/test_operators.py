@@ -13,7 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm instal
 from aurakv.calibration.calibration import Calibration, KeyCalibration
 from aurakv.calibration.identity import identity_of
 from aurakv.calibration.policy import LayerPolicy, Policy
-from tests.vllm.test_engine import LENGTH, engine, random_model, random_prompts, token_ids
+from tests.helpers.vllm_answers import LIKELY, Answer, answer, equal, wrong
+from tests.vllm.test_engine import GPU, LENGTH, cpu_only, engine, needs_two, random_model, random_prompts, token_ids
 
 pytestmark = pytest.mark.vllm
 
@@ -33,23 +34,21 @@ def said(model: Path, switch: str | bool | None, prompts: list[Any], tokens: int
         return token_ids(llm, prompts, tokens, detokenize=False)
 
 
-def equal(found: list[list[int]], expected: list[list[int]]) -> int:
-    return sum(a == b for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
-
-
-def predicted(model: Path, switch: str | bool | None, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def predicted(model: Path, switch: str | bool | None, prompts: list[list[int]], **options: Any) -> list[Answer]:
     """The most likely token behind each token of the prompts but the last."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LIKELY or 1, detokenize=False)
     with engine(model, switch, skip_tokenizer_init=True, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [most_likely(out) for out in outputs]
 
 
-def most_likely(out: Any) -> list[int]:
+def most_likely(out: Any) -> Answer:
     """From a request for `prompt_logprobs`."""
-    return [min(position, key=lambda token: position[token].rank) for position in out.prompt_logprobs[1:]]
+    positions = out.prompt_logprobs[1:]
+    best = [min(position, key=lambda token: position[token].rank) for position in positions]
+    return answer(best, positions if LIKELY else None, chained=False)
 
 
 # drafts
@@ -105,7 +104,7 @@ def test_drafts_change_nothing(llama: Path, tmp_path: Path, switch: str, monkeyp
         if how["method"] == "ngram":  # it imports numba, and no second engine starts in a process that has it
             monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         found = said(llama, switch, prompts, 24, speculative_config=how)
-        assert found == expected, f"drafts of {name}: {equal(found, expected)} of {6 * 24} tokens are equal"
+        assert wrong(found, expected) == [], f"drafts of {name}"
 
 
 # models with a recurrent state
@@ -150,11 +149,11 @@ def test_short_convolutions_beside_attention(tmp_path: Path) -> None:
     """The text of the stock backend at 16 bits; calibrated by a text that passes all layers; a policy of two layers."""
     folder, prompts = short_convolutions(tmp_path / "model"), random_prompts()
     expected = said(folder, None, prompts)
-    assert said(folder, "k16v16", prompts) == expected
+    assert wrong(said(folder, "k16v16", prompts), expected) == []
     for switch, least in (("k8v8", 90), (True, 40)):  # of 96
         assert equal(said(folder, switch, prompts), expected) >= least
     Policy(2, 64, (LayerPolicy("k16v16"),) * 2).save(tmp_path / "policy.json")
-    assert said(folder, str(tmp_path / "policy.json"), prompts) == expected
+    assert wrong(said(folder, str(tmp_path / "policy.json"), prompts), expected) == []
 
 
 def test_gated_delta_nets_beside_attention(tmp_path: Path) -> None:
@@ -165,7 +164,8 @@ def test_gated_delta_nets_beside_attention(tmp_path: Path) -> None:
     if vllm.__version__.startswith("0.31."):
         pytest.skip("vLLM 0.31 has no group of processes for the experts of this model on a CPU")
     folder, prompts = gated_delta_nets(tmp_path / "model"), random_prompts()
-    options = {"dtype": "bfloat16", "max_num_batched_tokens": 128}
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 1024 if GPU else 128}
+    options["additional_config"] = {"gdn_prefill_backend": "triton"}  # needs no FlashInfer
     expected = predicted(folder, None, prompts, **options)
     for switch, least in (("k16v16", 760), ("k8v8", 740)):  # of 784
         assert equal(predicted(folder, switch, prompts, **options), expected) >= least
@@ -179,6 +179,7 @@ def right_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
 
 
+@cpu_only  # in float32, as transformers
 @pytest.mark.usefixtures("right_turns")
 def test_calibration_at_start_sees_what_transformers_sees(tmp_path: Path) -> None:
     """The recurrent layers take part when vLLM reads a text: keys behind them are those of the model."""
@@ -213,7 +214,7 @@ def test_layers_with_windows_and_head_dims_of_their_own(tmp_path: Path, kind: st
     """Gemma 4 has larger heads in layers without a window."""
     folder, prompts = gemma(tmp_path / "model", kind), random_prompts()
     expected = said(folder, None, prompts)
-    assert said(folder, "k16v16", prompts) == expected
+    assert wrong(said(folder, "k16v16", prompts), expected) == []
     assert equal(said(folder, "k8v8", prompts), expected) >= 80  # of 96
 
 
@@ -270,24 +271,29 @@ def test_adapters(llama: Path, tmp_path: Path) -> None:
     for switch in (None, "k16v16", "k8v8"):
         options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "skip_tokenizer_init": True}
         with engine(llama, switch, **options) as llm:
-            params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=LIKELY or None
+            )
             for request in (None, LoRARequest("one", 1, str(path))):
                 given = [{"prompt_token_ids": prompt} for prompt in prompts]
                 outputs = llm.generate(given, params, use_tqdm=False, lora_request=request)
-                found[switch, request is None] = [list(out.outputs[0].token_ids) for out in outputs]
+                said_now = [out.outputs[0] for out in outputs]
+                found[switch, request is None] = [answer(each.token_ids, each.logprobs) for each in said_now]
     assert equal(found[None, True], found[None, False]) < 48, "the adapter was meant to change the text"
     for plain in (True, False):
-        assert found["k16v16", plain] == found[None, plain]
-    assert found["k8v8", True] == said(llama, "k8v8", prompts), "adapters were meant not to change the calibration"
+        assert wrong(found["k16v16", plain], found[None, plain]) == []
+    alone = said(llama, "k8v8", prompts)
+    assert wrong(found["k8v8", True], alone) == [], "adapters were meant not to change the calibration"
 
 
+@needs_two
 def test_pipeline_parallel(llama: Path) -> None:
     """Two processes, each with half of the layers, calibrate together and say what one says."""
     # vLLM's second stage gets its input buffers while a model is compiled, so not in eager mode
     compiled: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
     stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     expected = said(llama, "k8v8", random_prompts(), **compiled)
-    assert said(llama, "k8v8", random_prompts(), **compiled, **stages) == expected
+    assert wrong(said(llama, "k8v8", random_prompts(), **compiled, **stages), expected) == []
 
 
 # connectors
@@ -319,6 +325,7 @@ def test_host_memory_is_allowed(llama: Path) -> None:
         assert created(args).kv_transfer_config.kv_connector.endswith(("OffloadingConnector", "OffloadConnector"))
 
 
+@cpu_only
 def test_host_memory_needs_a_gpu(llama: Path) -> None:
     """vLLM's own connectors fail on a CPU, one of them with an AttributeError."""
     with (

@@ -1,5 +1,5 @@
-"""Sleep mode: what vLLM discards, and that nothing of ours is there. A CPU has no sleep: a list takes the place of the
-memory pools that it discards. Run: make test-vllm"""
+"""Sleep mode: what vLLM discards, and that nothing of ours is there. A CPU has no sleep: there a list takes the place
+of the memory pools that it discards. Run: make test-vllm"""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
-from tests.vllm.test_engine import engine, random_model, random_prompts, token_ids
+from tests.helpers.vllm_answers import wrong
+from tests.vllm.test_engine import GPU, cpu_only, engine, random_model, random_prompts, token_ids
 
 pytestmark = pytest.mark.vllm
 DISCARDED = ("weights", "kv_cache", "workspace")  # at level 2, but for parameters and buffers, which come back
@@ -50,6 +52,7 @@ def ours(worker: Any) -> Iterator[tuple[str, Tensor]]:
             yield from (("builder", x) for x in (memory.overflow, *memory.beginnings.state.values()))
 
 
+@cpu_only
 def test_nothing_of_ours_is_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from aurakv.vllm.worker import AuraWorker
 
@@ -73,3 +76,23 @@ def _theirs(worker: Any) -> tuple[list[Tensor], list[Tensor]]:
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     weights = [x for name, x in worker.get_model().named_parameters() if "norm" in name]  # others may be packed
     return weights, [layer.kv_cache for layer in layers]
+
+
+@pytest.mark.skipif(not GPU, reason="vLLM sleeps on a GPU only")
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("switch", ["k4v4", "k16v16"])
+def test_an_engine_that_slept_says_the_same(tmp_path: Path, level: int, switch: str, monkeypatch: Any) -> None:
+    """Level 1 keeps the weights on the host, level 2 throws them away. Blocks are lost at both."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = {"enable_sleep_mode": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 6 << 30}
+    with engine(random_model(tmp_path / "model", "llama"), switch, **options) as llm:
+        expected = token_ids(llm, random_prompts(), 24, detokenize=False)
+        for _ in range(2):
+            before = torch.cuda.mem_get_info()[0]
+            llm.sleep(level)
+            assert torch.cuda.mem_get_info()[0] - before > 3 << 30, "memory was meant to become free"
+            if level == 2:
+                llm.wake_up(["weights"])
+                llm.collective_rpc("reload_weights")
+            llm.wake_up()
+            assert wrong(token_ids(llm, random_prompts(), 24, detokenize=False), expected) == []
