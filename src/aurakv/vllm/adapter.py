@@ -107,11 +107,13 @@ def why_not(config: VllmConfig) -> str | None:
     chosen = config.attention_config.backend
     if model.hf_text_config.model_type.startswith("gemma4") and chosen is AttentionBackendEnum.TRITON_ATTN:
         chosen = None  # vLLM names it for head dimensions that differ, where the user names none
+    named = cache.block_size if cache.user_specified_block_size else TOKENS
     served = any(vllm_version.startswith(f"{version}.") for version in VERSIONS)
     checks = (
         (not served, f"the version of vLLM must be {' or '.join(VERSIONS)}, got {vllm_version}"),
         (chosen not in (None, AttentionBackendEnum.CUSTOM), "--attention-backend names another backend"),
         (cache.cache_dtype != "auto", f"--kv-cache-dtype must be auto, got {cache.cache_dtype}"),
+        (named % TOKENS != 0, f"--block-size must be a multiple of {TOKENS}, got {named}"),
         (model.use_mla, "the model uses multi-head latent attention, which stores no keys and values"),
         (model.is_encoder_decoder, "the model is an encoder-decoder with cross attention"),
         (model.is_attention_free, "the model has no attention"),
