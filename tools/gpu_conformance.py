@@ -3,10 +3,10 @@
     PYTHONPATH=src python tools/gpu_conformance.py [--jobs 16] [--seconds 240] [--device cuda] [--capability 8.0]
         [--done FILE] [NAME …]
 
-Runs the tests that need a GPU, every chosen case in both precisions, and the covering set once. NAMEs choose those
-whose name contains one of them. --capability runs the kernels that a GPU of that capability would. --done keeps the
-names of what passed in a file and leaves out what it names, so that a run goes on where another ended. Ends with a
-count; exits 1 on a failure.
+Runs the tests that need a GPU, every chosen case in both precisions, and the covering set once. NAMEs choose, in their
+order, what contains one of them: `case NAME fast`, `case NAME float32`, `cover NAME fast`, `test MODULE:NAME:NUMBER`.
+--capability runs the kernels that a GPU of that capability would. --done keeps the names of what passed in a file and
+leaves out what it names, so that a run goes on where another ended. Ends with a count; exits 1 on a failure.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def jobs(names: list[str]) -> list[Job]:
     found += [("cover", case.name, "fast") for case in covering_set()]
     for module in MODULES:
         found += [("test", name, "") for name in tests_of(module)]
-    return [job for job in found if not names or any(name in job[1] for name in names)]
+    chosen = (job for name in names for job in found if name in " ".join(job))
+    return list(dict.fromkeys(chosen)) if names else found
 
 
 def run_job(job: Job, device: str, capability: str | None) -> tuple[Job, str]:
