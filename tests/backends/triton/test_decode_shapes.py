@@ -150,18 +150,10 @@ def test_first_tokens_uncompressed_and_key_scale(dim: int, dtype: torch.dtype) -
 
 @on_gpu
 @pytest.mark.parametrize("name", ["k4v4", "k4v4:f32", "k3v3"])
-@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8])
 def test_values_below_a_threshold_are_not_decoded(name: str, group: int) -> None:
     """Tiles that weigh nothing: what would damage results there does not, unless some weight reaches the threshold."""
-    pages = make_pages(name, 128, [320, 320], 2, 64)
-    key, value = pages.key_parts().scale, pages.value_parts().scale
-    assert key is not None
-    assert value is not None
-    page, row = pages.slots(0, torch.arange(64, 320, device=DEVICE))
-    key[page, :, row] = 0.0  # scores of 0
-    q = make_queries(pages, group, size=8.0)
-    _, truth = run(q, pages)
-    value[page, :, row] = torch.nan
+    pages, q, truth = tail_without_weight(name, group, 320, 64)
     fast, _ = run(q, pages, Scoring(threshold=1e-5), splits=1)
     close(Partial(fast.out[1], fast.lse[1]), Partial(truth.out[1], truth.lse[1]), limit=2e-3)
     far = truth.lse[0] > 20  # e^20 times what each of those tokens weighs
@@ -169,6 +161,32 @@ def test_values_below_a_threshold_are_not_decoded(name: str, group: int) -> None
     assert bool(fast.out[0][far].isfinite().all())
     assert torch.allclose(fast.lse[0].double(), truth.lse[0], atol=2e-3, rtol=1e-3)
     assert bool(run(q, pages, splits=1)[0].out[0].isnan().all())
+
+
+@on_gpu
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_threshold_of_several_queries(group: int) -> None:
+    """Their rows do not fill a job."""
+    pages, q, truth = tail_without_weight("k4v4", group, 192, 64)  # few tiles: a program has all of a head
+    several = (q * (12 / truth.lse[..., None])).repeat_interleave(2, 0).float()  # of scores that are 8 to 12 at most
+    every, some = (run(several, pages, Scoring(threshold=x), starts=[0, 2, 4])[0].out[:2] for x in (0.0, 1e-2))
+    assert bool(every.isnan().all())
+    assert bool(some.isfinite().all())
+
+
+def tail_without_weight(name: str, group: int, tokens: int, heavy: int) -> tuple[Pages, torch.Tensor, Partial]:
+    """Two sequences, queries, and what they should find; in the first sequence, tokens from `heavy` on have scores of
+    0, and value scales that are NaN."""
+    pages = make_pages(name, 128, [tokens, tokens], 2, heavy)
+    key, value = pages.key_parts().scale, pages.value_parts().scale
+    assert key is not None
+    assert value is not None
+    page, row = pages.slots(0, torch.arange(heavy, tokens, device=DEVICE))
+    key[page, :, row] = 0.0
+    q = make_queries(pages, group, size=8.0)
+    _, truth = run(q, pages)
+    value[page, :, row] = torch.nan
+    return pages, q, truth
 
 
 @on_gpu

@@ -289,6 +289,8 @@ def decode_attention(
         lo, hi = row_bounds((job % blocks) * ROWS + o_head, count, end, length, here, SCAN)
         least_lo, whole_hi = row_bounds(0, count, end, length, here, SCAN)
         whole_lo, most_hi = row_bounds(GROUP * (count - 1), count, end, length, here, SCAN)
+        if THRESHOLD:  # where a product has more rows than the job, the rest, all of whose scores are 0, need no values
+            needed = gl.where((job % blocks) * ROWS + o_head < count * GROUP, least, float("inf"))
 
         for i in range(n):
             found = look_up(cursor, table, width, pinned, SCAN)
@@ -358,7 +360,7 @@ def decode_attention(
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
             if THRESHOLD:  # some weight of 1, or 2^-room here, was seen: that is the least of their sum
-                small = d < gl.expand_dims(least - room, 1 - H_AXIS)  # not of NaN
+                small = d < gl.expand_dims(needed - room, 1 - H_AXIS)  # not of NaN
                 if gl.min(gl.min(small.to(gl.int32), 1), 0) == 0:
                     sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, VALUE_LEVELS, DIM, mma)
             else:
