@@ -1,27 +1,33 @@
 """Decode attention on a GPU against bf16 SDPA (cuDNN, or what torch has besides where that refuses), in one process,
 correctness first.
 
-python benchmarks/gpu_decode.py [--baseline] --json out.json
+python benchmarks/gpu_decode.py [--baseline] [--jobs 16] --json out.json
 
 Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leaves it full of dirty lines, as
 triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache; beside them
 stands how long torch takes to sum as many, which nothing is done with but to read them. --rivals also times other
 packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). --baseline measures every row of
-baselines/gpu_decode-h200.json and those of OTHER_SHAPES, --other-shapes these alone. --capability 8.0 times what such a
-GPU would run. Rows are added to a file that exists.
+baselines/gpu_decode-h200.json: BASELINE, OTHER_SHAPES, WITHOUT_TMA and THRESHOLDS, of which --lines names some. --ways
+own 8.0 portable also times what a GPU of compute capability 8.0 would run, and the portable kernel. --jobs 16: so many
+processes compile everything before, which otherwise takes most of the time. Rows are added to a file that exists.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
+import multiprocessing
 import pathlib
 import statistics
 import subprocess
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
 
 import gpu_rivals
 import torch
@@ -29,9 +35,11 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Attention, Rows
 from aurakv.backends import reference
+from aurakv.backends.triton import dispatch
 from aurakv.backends.triton.common import target
 from aurakv.backends.triton.decode import launch
 from aurakv.checks import rows_of
@@ -128,17 +136,65 @@ def plain_read(pages: Pages, flush: str) -> float:
     return microseconds(words.sum, flush)
 
 
-def decode(q: torch.Tensor, pages: Pages, starts: Rows, scoring: Scoring) -> torch.Tensor:
-    return launch.attend(q, pages, starts, pages.lengths, scoring, None, None, None).out
+class Call(NamedTuple):
+    """Attention of one shape over random codes."""
+
+    q: torch.Tensor
+    pages: Pages
+    starts: Rows
 
 
-def error(q: torch.Tensor, pages: Pages, starts: Rows, scoring: Scoring) -> float:
-    """Relative to float64 on the same codes, of the first sequence."""
-    queries = q.shape[0] // pages.seqs
+def make_call(args: argparse.Namespace, index: int, name: str, page_size: int) -> Call:
+    seqs, kv_heads, group, tokens = shape_of(args, index)
+    pages = random_pages(name, args.dim, seqs, kv_heads, tokens, page_size or tokens, args.offsets)
+    q = torch.randn(seqs * args.queries, kv_heads * group, args.dim, device=DEVICE, dtype=torch.bfloat16)
+    if args.peak:  # the first key looks like all queries of its group at once: a score of about 3 √dim for each
+        first = 3 * q.unflatten(1, (kv_heads, group)).sum(2)
+        pages.lengths.zero_()
+        ops.append(pages, first, first, backend="triton")
+        pages.lengths.fill_(tokens)
+    starts = rows_of("starts", None, seqs, seqs, pages.data.device)
+    return Call(q, pages, Rows(args.queries * starts.starts) if args.queries > 1 else starts)
+
+
+def shape_of(args: argparse.Namespace, index: int) -> tuple[int, int, int, int]:
+    seqs, kv_heads, group, tokens = SHAPES[index]
+    return args.seqs or seqs, kv_heads, args.group or group, args.tokens or tokens
+
+
+def scoring_of(args: argparse.Namespace, threshold: float) -> Scoring:
+    first = min(4, args.uncompressed)
+    return Scoring(softcap=args.softcap, recent=args.uncompressed, first=first, threshold=threshold)
+
+
+@contextlib.contextmanager
+def going(way: str) -> Iterator[None]:
+    """Meanwhile, kernels are chosen and cut as for this way's GPU, or every call is the portable kernel's."""
+    with contextlib.ExitStack() as stack:
+        if way == "portable":
+            for path in ("decode_path", "extend_path"):
+                stack.enter_context(mock.patch.object(dispatch, path, return_value=None))
+        elif way != "own":
+            stack.enter_context(target.assuming(target.parsed(way), target.device_type()))
+        yield
+
+
+def decode(call: Call, scoring: Scoring) -> torch.Tensor:
+    return dispatch.attend(call.q, Attention(call.pages, call.starts, scoring)).out
+
+
+def wanted(call: Call, scoring: Scoring) -> torch.Tensor:
+    """float64 on the same codes, of the first sequence."""
+    q, pages, starts = call
     one = dataclasses.replace(pages, table=pages.table[:1].contiguous(), lengths=pages.lengths[:1].contiguous())
-    first = q[:queries].double()
-    truth = reference.attend(first, Attention(one, Rows(starts.starts[:2]), scoring)).out
-    return float((decode(q, pages, starts, scoring)[:queries].double() - truth).norm() / truth.norm())
+    first = q[: q.shape[0] // pages.seqs].double()
+    return reference.attend(first, Attention(one, Rows(starts.starts[:2]), scoring)).out
+
+
+def error(call: Call, scoring: Scoring, truth: torch.Tensor | None = None) -> float:
+    """Relative, of the first sequence."""
+    truth = wanted(call, scoring) if truth is None else truth
+    return float((decode(call, scoring)[: truth.shape[0]].double() - truth).norm() / truth.norm())
 
 
 BASELINE = [  # options of its rows
@@ -160,25 +216,34 @@ BASELINE = [  # options of its rows
     "--shapes 2 --pages 64 --softcap 30",
     "--shapes 2 5 --pages 64 --tokens 128",
 ]
-OTHER_SHAPES = [
-    "--shapes 2 --pages 64 --dim 64 --formats k4v2 k2v2 k3v3 k5v5 k6v6 k5v4",
-    "--shapes 2 --pages 64 --dim 80 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4 k8v8",
-    "--shapes 2 --pages 64 --dim 96 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4 k8v8",
-    "--shapes 2 --pages 64 --dim 512 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4",
-    "--shapes 2 --pages 64 --formats k4:lloyd-max/v4 k4/v4:lloyd-max k4:lloyd-max/v4:lloyd-max",
-    "--shapes 2 --pages 64 --formats k3:lloyd-max/v3:lloyd-max k2:lloyd-max/v2:lloyd-max",
-    "--shapes 2 --pages 64 --dim 64 --formats k4:lloyd-max/v4:lloyd-max",
+OTHER_SHAPES = [  # against what they took before the decode kernel served them
+    "--shapes 2 --pages 64 --ways own portable --dim 64 --formats k4v2 k2v2 k3v3 k5v5 k6v6 k5v4"
+    " k4:lloyd-max/v4:lloyd-max",
+    "--shapes 2 --pages 64 --ways own portable --dim 80 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4 k8v8",
+    "--shapes 2 --pages 64 --ways own portable --dim 96 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4 k8v8",
+    "--shapes 2 --pages 64 --ways own portable --dim 512 --formats k4v4 k4v2 k2v2 k3v3 k5v5 k6v6 k8v4",
+    "--shapes 2 --pages 64 --ways own portable --formats k4:lloyd-max/v4:lloyd-max k4:f32/v4:f32"
+    " k4:lloyd-max:f32/v4:lloyd-max:f32",
+    "--shapes 2 --pages 64 --formats k4:lloyd-max/v4 k4/v4:lloyd-max k3:lloyd-max/v3:lloyd-max k3:f32/v3:f32"
+    " k2:lloyd-max/v2:lloyd-max k2:f32/v2:f32",
     "--shapes 2 --pages 64 --dim 256 --formats k4:lloyd-max/v4:lloyd-max",
-    "--shapes 2 --pages 64 --formats k4:f32/v4:f32 k4:lloyd-max:f32/v4:lloyd-max:f32 k2:f32/v2:f32 k3:f32/v3:f32",
     "--shapes 2 --pages 64 --group 8 --formats k4:lloyd-max/v4:lloyd-max k4:f32/v4:f32",
-    "--shapes 2 --pages 64 --threshold 1e-5",
 ]
+WITHOUT_TMA = [
+    "--pages 64 --ways own 8.0 --formats k4v4 k3v3 k2v2 k8v4",
+    "--shapes 2 --pages 16 --ways own 8.0 --formats k4v4 k3v3 k2v2 k8v4",
+]
+THRESHOLDS = [  # weights so alike that no tile drops out; all tiles of so many sequences drop out but the first ones
+    "--shapes 2 --pages 64 --threshold 0 1e-5 --formats k4v4 k2v2 k6v6 k8v4",
+    "--shapes 5 --pages 64 --group 4 --seqs 256 --peak --threshold 0 1e-5 --formats k4v4 k2v2 k6v6 k8v4",
+]
+LINES = {"baseline": BASELINE, "other-shapes": OTHER_SHAPES, "without-tma": WITHOUT_TMA, "thresholds": THRESHOLDS}
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--baseline", nargs="*", type=int, help="these lines of BASELINE, or all")
-    parser.add_argument("--other-shapes", action="store_true", help="all lines of OTHER_SHAPES")
+    parser.add_argument("--baseline", action="store_true", help="all of --lines")
+    parser.add_argument("--lines", nargs="+", choices=LINES, help="instead of other options")
     parser.add_argument("--formats", nargs="*", default=["k4/v4:minifloat", "k4v4"])
     parser.add_argument("--pages", nargs="*", type=int, default=[64, 0], help="page sizes; 0: one page a sequence")
     parser.add_argument("--dim", type=int, default=128)
@@ -186,26 +251,58 @@ def main() -> None:
     parser.add_argument("--flush", choices=("write", "read"), default="write")
     parser.add_argument("--queries", type=int, default=1, help="of each sequence; bf16 attention then sees all keys")
     parser.add_argument("--group", type=int, help="query heads of a KV head instead of the shape's")
+    parser.add_argument("--seqs", type=int, help="instead of the shape's")
     parser.add_argument("--tokens", type=int, help="instead of the shape's")
     parser.add_argument("--offsets", action="store_true", help="calibrated keys and values")
     parser.add_argument("--uncompressed", type=int, default=0, help="recent tokens that another call scores")
     parser.add_argument("--softcap", type=float)
-    parser.add_argument("--threshold", type=float, default=0.0, help="of weights whose values may be skipped")
-    parser.add_argument("--capability", help="kernels as on a GPU of this compute capability, such as 8.0")
+    parser.add_argument(
+        "--threshold", nargs="+", type=float, default=[0.0], help="of weights whose values may be skipped"
+    )
+    parser.add_argument("--peak", action="store_true", help="the first key has nearly all of the weight")
+    parser.add_argument(
+        "--ways", nargs="+", default=["own"], help="own, portable, or of a compute capability such as 8.0"
+    )
     parser.add_argument("--rivals", action="store_true", help="other packages, where they are installed")
+    parser.add_argument("--jobs", type=int, help="processes that compile kernels before any is timed")
     parser.add_argument("--json")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
-    if args.capability:
-        target.assume(target.parsed(args.capability))
-    if args.baseline is None and not args.other_shapes:
-        return save(args.json, measure(args))
-    as_on = ["--capability", args.capability] if args.capability else []
-    own = {"baseline": args.baseline, "other_shapes": args.other_shapes, "json": args.json}
-    if vars(args) != {**vars(parser.parse_args(as_on)), **own}:
-        parser.error("--baseline and --other-shapes have their own options")
-    lines = OTHER_SHAPES if args.other_shapes else [*BASELINE, *OTHER_SHAPES]
-    for line in args.baseline or range(len(lines)):
-        save(args.json, measure(parser.parse_args([*lines[line].split(), *as_on])))
+    sets = [args]
+    if args.baseline or args.lines:
+        own = {name: vars(args)[name] for name in ("baseline", "lines", "jobs", "json")}
+        if vars(args) != {**vars(parser.parse_args([])), **own}:
+            parser.error("--baseline and --lines have their own options")
+        sets = [parser.parse_args(line.split()) for name in args.lines or LINES for line in LINES[name]]
+    if args.jobs:
+        compile_before(sets, args.jobs)
+    for each in sets:
+        save(args.json, measure(each))
+
+
+def compile_before(sets: list[argparse.Namespace], jobs: int) -> None:
+    """Every kernel that `measure` will call, into Triton's cache of compiled kernels."""
+    begin = time.perf_counter()
+    calls = [
+        (args, i, name, size) for args in sets for i in args.shapes for name in args.formats for size in args.pages
+    ]
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(call_once, *zip(*calls, strict=True)))
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def call_once(args: argparse.Namespace, index: int, name: str, page_size: int) -> None:
+    call = make_call(args, index, name, page_size)
+    for threshold in args.threshold:
+        for way in args.ways:
+            with going(way):
+                decode(call, scoring_of(args, threshold))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # for the other processes
 
 
 def save(path: str | None, rows: list[dict[str, Any]]) -> None:
@@ -228,47 +325,47 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{name}: {reason or 'is timed'}")
     rivals = [name for name, reason in refused.items() if reason is None]
     options = {"flush": args.flush, "queries": args.queries, "uncompressed": args.uncompressed, "softcap": args.softcap}
-    options = {**options, "offsets": args.offsets, "capability": args.capability, "threshold": args.threshold}
-    for seqs, kv_heads, group, tokens in (SHAPES[i] for i in args.shapes):
-        group, tokens = args.group or group, args.tokens or tokens
+    options = {**options, "offsets": args.offsets, "peak": args.peak}
+    for index in args.shapes:
+        seqs, kv_heads, group, tokens = shape_of(args, index)
         whose, base = sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush, args.queries)
         print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} {whose} bf16 {base:.1f} us", flush=True)
         for name in rivals:
-            time, wrong = rival(name, seqs, kv_heads, group, tokens, args.dim, args.flush)
+            us, wrong = rival(name, seqs, kv_heads, group, tokens, args.dim, args.flush)
             if not wrong < RIVAL_ERROR:
                 print(f"  {name}: WRONG, error {wrong:.1e}", flush=True)
                 continue
             shape = {"shape": [seqs, kv_heads, group, tokens], "dim": args.dim, "page": gpu_rivals.PAGE}
-            times = {"us": time, "bf16_us": base, "ratio": base / time, "error": wrong}
+            times = {"us": us, "bf16_us": base, "ratio": base / us, "error": wrong}
             rows.append({"flush": args.flush, "rival": name, **shape, **times})
-            print(f"  {name:24}: {time:6.1f} us x{base / time:.2f} error {wrong:.1e}", flush=True)
-        scoring = Scoring(softcap=args.softcap, recent=args.uncompressed, first=min(4, args.uncompressed),
-                          threshold=args.threshold)  # fmt: skip
-        starts = rows_of("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
-        if args.queries > 1:
-            starts = Rows(args.queries * starts.starts)
-        for name in args.formats:
-            for page_size in args.pages:
-                size = page_size or tokens
-                pages = random_pages(name, args.dim, seqs, kv_heads, tokens, size, args.offsets)
-                shape = (seqs * args.queries, kv_heads * group, args.dim)
-                q = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
-                wrong = error(q, pages, starts, scoring)
-                if not wrong < 6e-3:  # bf16 output alone is 2e-3
-                    print(f"  {name} pages {page_size}: WRONG, error {wrong:.1e}", flush=True)
+            print(f"  {name:24}: {us:6.1f} us x{base / us:.2f} error {wrong:.1e}", flush=True)
+        for name, page_size in ((name, size) for name in args.formats for size in args.pages):
+            call = make_call(args, index, name, page_size)
+            truth = wanted(call, scoring_of(args, 0.0))
+            refusal = launch.why_not_call(call.q, call.pages, scoring_of(args, 0.0), "fast")
+            assert refusal is None, refusal
+            read = seqs * kv_heads * tokens * call.pages.format.bytes_per_token
+            bound = plain_read(call.pages, args.flush)
+            for threshold, way in ((threshold, way) for threshold in args.threshold for way in args.ways):
+                scoring = scoring_of(args, threshold)
+                with going(way):
+                    wrong = error(call, scoring, truth)
+                    right = wrong < 6e-3  # bf16 output alone is 2e-3
+                    us = microseconds(functools.partial(decode, call, scoring), args.flush) if right else 0.0
+                about = f"  {name:16} pages {page_size or 'one':>4}{f' {way}' * (way != 'own')}"
+                about += f" threshold {threshold}" * (threshold > 0)
+                if not right:
+                    print(f"{about}: WRONG, error {wrong:.1e}", flush=True)
                     continue
-                time = microseconds(functools.partial(decode, q, pages, starts, scoring), args.flush)
-                read = seqs * kv_heads * tokens * pages.format.bytes_per_token
-                bound = plain_read(pages, args.flush)
                 rows.append({
-                    **options,
+                    **options, "threshold": threshold, "way": way,
                     "shape": [seqs, kv_heads, group, tokens], "dim": args.dim, "format": name, "page": page_size,
-                    "us": time, "bf16": whose, "bf16_us": base, "ratio": base / time, "TB/s": read / time / 1e6,
+                    "us": us, "bf16": whose, "bf16_us": base, "ratio": base / us, "TB/s": read / us / 1e6,
                     "read_us": bound, "error": wrong,
                 })  # fmt: skip
                 print(
-                    f"  {name:16} pages {page_size or 'one':>4}: {time:6.1f} us {read / time / 1e6:.2f} TB/s"
-                    f" x{base / time:.2f} error {wrong:.1e}, read alone {bound:.1f} us", flush=True,
+                    f"{about}: {us:6.1f} us {read / us / 1e6:.2f} TB/s"
+                    f" x{base / us:.2f} error {wrong:.1e}, read alone {bound:.1f} us", flush=True,
                 )  # fmt: skip
     return rows
 

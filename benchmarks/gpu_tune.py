@@ -26,7 +26,7 @@ from aurakv.checks import rows_of
 @contextlib.contextmanager
 def chosen(registers: int, programs: int, tile: int) -> Iterator[None]:
     """In place of what `decode.launch` would choose."""
-    names = {"_registers": registers, "_residents": programs, "_tile": tile}
+    names = {"_registers_of": registers, "_residents": programs, "_tile": tile}
     with contextlib.ExitStack() as stack:
         for name, number in names.items():
             stack.enter_context(mock.patch.object(launch, name, lambda *_, number=number: number))
@@ -51,21 +51,19 @@ def main() -> None:
     for seqs, kv_heads, group, tokens in (gpu_decode.SHAPES[i] for i in args.shapes):
         _, base = gpu_decode.sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush)
         print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} cuDNN bf16 {base:.1f} us", flush=True)
-        starts = rows_of("starts", None, seqs, seqs, torch.device("cuda", torch.cuda.current_device()))
         q = torch.randn(seqs, kv_heads * group, args.dim, device=gpu_decode.DEVICE, dtype=torch.bfloat16)
+        starts = rows_of("starts", None, seqs, seqs, q.device)
         for name in args.formats:
             pages = gpu_decode.random_pages(name, args.dim, seqs, kv_heads, tokens, 64)
-            own = (
-                launch._registers(pages.format, group),
-                launch._residents(target.target_of(pages.data.device), pages.format, group, launch._tile(pages, group)),
-                launch._tile(pages, group),
-            )
+            call = gpu_decode.Call(q, pages, starts)
+            about, tile = (target.target_of(pages.data.device), pages.format, group), launch._tile(pages, group)
+            own = (launch._registers_of(*about, tile), launch._residents(*about, tile), tile)
             pairs = zip(args.registers, args.programs, strict=True)
             others = [(registers, programs, tile) for registers, programs in pairs for tile in args.tiles]
             for how in [own, *(other for other in others if other != own)]:
                 with chosen(*how):
-                    wrong = gpu_decode.error(q, pages, starts, Scoring())
-                    decode = functools.partial(gpu_decode.decode, q, pages, starts, Scoring())
+                    wrong = gpu_decode.error(call, Scoring())
+                    decode = functools.partial(gpu_decode.decode, call, Scoring())
                     time = gpu_decode.microseconds(decode, args.flush) if wrong < 6e-3 else float("nan")
                 registers, programs, tile = how
                 mark = " (chosen)" if how == own else ""
