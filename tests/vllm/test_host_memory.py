@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
-from tests.helpers.vllm_answers import LIKELY, answer, wrong
+from tests.helpers.vllm_answers import LIKELY, answer, near, wrong
 from tests.vllm.test_engine import GPU, engine, random_model, token_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not GPU, reason="vLLM's connectors copy from a GPU")]
@@ -87,11 +87,11 @@ def test_blocks_come_back_from_the_host(llama: Path, how: str, switch: str) -> N
         forget(llm)
         cached, said = found_again(llm, given)
         assert cached >= sum((len(each) - 1) // size * size for each in given) * 0.9
-        assert wrong(said, expected) == []
+        assert wrong(said, expected, near(switch)) == []
         again, others = found_again(llm, prompts(2))
         assert again == 0
         forget(llm)
-        assert wrong(found_again(llm, prompts(2))[1], others) == []
+        assert wrong(found_again(llm, prompts(2))[1], others, near(switch)) == []
 
 
 def test_blocks_on_disk_are_found_by_another_engine(llama: Path, tmp_path: Path) -> None:
@@ -112,4 +112,4 @@ def test_blocks_on_disk_are_found_by_another_engine(llama: Path, tmp_path: Path)
     assert cached["k8v8", 1] == cached["k8v4", 1] == 0
     assert cached["k8v8", 2] >= 1000, cached
     for key, (_, said) in found.items():
-        assert wrong(said, found[key[0], 0][1]) == []
+        assert wrong(said, found[key[0], 0][1], near("k4v4")) == []  # k8v4 among them
