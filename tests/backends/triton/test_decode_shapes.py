@@ -150,7 +150,7 @@ def test_first_tokens_uncompressed_and_key_scale(dim: int, dtype: torch.dtype) -
 
 @on_gpu
 @pytest.mark.parametrize("name", ["k4v4", "k4v4:f32", "k3v3"])
-@pytest.mark.parametrize("group", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 16])
 def test_values_below_a_threshold_are_not_decoded(name: str, group: int) -> None:
     """Tiles that weigh nothing: what would damage results there does not, unless some weight reaches the threshold."""
     pages, q, truth = tail_without_weight(name, group, 320, 64)

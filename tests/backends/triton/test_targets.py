@@ -101,6 +101,37 @@ def test_decode(tmp_path, capability):
     check_decode(tmp_path, capability, "k4v4")
 
 
+def loop_of_decode(tmp_path, scoring, capability, name, group):
+    """Bytes of stack, all instructions and those of a usual turn of the loop."""
+    pages = make_pages(name, 128, 8192, 64)
+    q = torch.empty(1, 8 * group, 128, dtype=torch.bfloat16)
+    with compiling(capability) as seen:
+        decode.attend(q, pages, rows_of("starts", None, 1, 1, q.device), pages.lengths, scoring, None, None, None)
+    cubin = seen["decode_attention"][0].asm["cubin"]
+    stack = re.findall(r"STACK:(\d+)", disassemble(cubin, tmp_path, "-res-usage"))[0]
+    return int(stack), *main_loop(disassemble(cubin, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "group"),
+    [(90, "k4v4", 4), (90, "k4v4", 8), (90, "k4/v4:minifloat", 4), (80, "k4v4", 4)],
+)
+def test_a_threshold_costs_little(tmp_path, capability, name, group):
+    """No register too many, no reduction of its own, and one jump over all that reads and multiplies values."""
+    _, _, without = loop_of_decode(tmp_path, Scoring(), capability, name, group)
+    stack, code, loop = loop_of_decode(tmp_path, Scoring(threshold=1e-5), capability, name, group)
+    assert stack == 0
+    assert len(loop) <= len(without) + 25, "of 900 to 1200"
+    (reduction,) = [i for i in loop if "REDUX" in code[i]]
+    values = [i for i in loop if i > reduction and re.search("HMMA|LDSM", code[i])]
+    jumps = [(i, re.search(r"BRA .*0x([0-9a-f]+)", code[i])) for i in loop]
+    jumps = [(i, int(to[1], 16) // 16) for i, to in jumps if to]  # an instruction is 16 bytes
+    skipped = [to - i for i, to in jumps if i < values[0] and values[-1] < to <= loop[-1]]
+    print(f"{len(loop) - len(without)} instructions more than {len(without)}, a tile that drops out {skipped} fewer")
+    assert skipped
+    assert max(skipped) > 0.4 * len(loop)
+
+
 @pytest.mark.parametrize(("capability", "name", "dim"), [(80, "k4v4", 96), (90, "k3v3", 64), (80, WIDE_SCALES, 128)])
 def test_decode_of_pieces(tmp_path, capability, name, dim):
     check_decode(tmp_path, capability, name, dim)

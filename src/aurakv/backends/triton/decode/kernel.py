@@ -20,7 +20,8 @@ Out: pieces [2·programs + jobs, ROWS, DIM] float32 and their lses (base 2). Pie
 Constexprs: ROWS of a job: GROUP, or 8 or 16 if SEVERAL (blocks or queries). KEY_LEVELS, VALUE_LEVELS: kinds of
      levels; KEY_SCALES, VALUE_SCALES: bytes of a scale; CLIP, WINDOW, SINKS see schedule; SEQS a power of two from seqs
      on; WHOLE: pages are whole tiles, 2: one, of two flat sides; EARLY: the merge is launched to overlap the end; PAGES
-     of a tile, if they are smaller; THRESHOLD: values of a tile whose weights are all below 2^least are not decoded.
+     of a tile, if they are smaller; THRESHOLD: values of a tile are not decoded if what a lane has of a head's
+     weights is below 2^least, for all lanes and heads.
 The launcher guarantees: ROWS ≤ 16, DIM in `shapes.DIMS`, tiles of whole pages, pages of whole tiles or one page a
 sequence; BULK, PAGES is 1. The name of the kernel and its first three parameters, None if not BULK, are known to
 `tile_ring`.
@@ -119,6 +120,25 @@ def capped(s, cap, SOFTCAP: gl.constexpr):
         return (cap * LOG2E) - (2 * cap * LOG2E) / (1.0 + gl.exp2(s))
     else:
         return s
+
+
+@gluon.jit
+def lane_weights(p, HEADS: gl.constexpr, TILE: gl.constexpr):
+    """The weights of a tile, summed for each head and lane."""
+    if HEADS == 4:
+        return gl.sum(p.reshape([TILE // 8, 8, 4]), 0)
+    else:
+        return gl.sum(gl.sum(p.reshape([HEADS, TILE // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def needs(top, weights, floor, HEADS: gl.constexpr):
+    """What a tile needs, by one reduction: 2: sums are rescaled; 0: the weights of each lane and head are below the
+    head's floor, which NaN is not; 1: neither."""
+    below = weights < gl.expand_dims(floor, 0 if HEADS == 4 else 1)
+    small = gl.min(below.to(gl.int32).reshape([max(8, HEADS) // 8, 8, 4]), 0)
+    small = gl.convert_layout(small.reshape([32]), top.type.layout, assert_trivial=True)
+    return gl.max(gl.where(top > LIMIT, 2, 1 - small), 0)
 
 
 @gluon.jit(do_not_specialize=["seqs", "tokens", "width", "programs"])  # they change from call to call
@@ -283,14 +303,17 @@ def decode_attention(
         bias = gl.convert_layout(bias * bias_scale, HEAD)
         reference = gl.full([HEADS], -1e30, gl.float32, HEAD)
         room = gl.full([HEADS], LEAST, gl.float32, HEAD)  # log2 of the value scales' reference, the same for all heads
+        if THRESHOLD:
+            o_row = gl.arange(0, HEADS, layout=gl.SliceLayout(1 - H_AXIS, SUMS))
+            # where a product has more rows than the job, the rest, all of whose scores are 0, need no values
+            own_row = ((job % blocks) * ROWS + o_row < count * GROUP) if SEVERAL else (o_row < ROWS)
+            floor = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1 - H_AXIS, SUMS))  # of weights that count
         # what the rows see: each its own keys, whole tiles between the largest first and the smallest last of them
         length, end = gl.load(lengths + seq), gl.load(ends + seq)
         here = scan_in(scan, seq, SCAN)
         lo, hi = row_bounds((job % blocks) * ROWS + o_head, count, end, length, here, SCAN)
         least_lo, whole_hi = row_bounds(0, count, end, length, here, SCAN)
         whole_lo, most_hi = row_bounds(GROUP * (count - 1), count, end, length, here, SCAN)
-        if THRESHOLD:  # where a product has more rows than the job, the rest, all of whose scores are 0, need no values
-            needed = gl.where((job % blocks) * ROWS + o_head < count * GROUP, least, float("inf"))
 
         for i in range(n):
             found = look_up(cursor, table, width, pinned, SCAN)
@@ -332,7 +355,14 @@ def decode_attention(
                 b_scale = gl.where(some, b_scale, 0.0)  # what was never written may be NaN
             p = gl.exp2(d)
             w, top = scaled_weights(p, b_scale, HEADS, WEIGHTS, SEVERAL, VALUE_SCALES == 4)
-            if gl.max((top > LIMIT).to(gl.int32), 0) | (i == 0).to(gl.int32):
+            if THRESHOLD:
+                tile_weight = lane_weights(p, HEADS, TILE)
+                need = needs(top, tile_weight, floor, HEADS)
+                need = gl.where(i == 0, 2, need)
+                rescale = need > 1
+            else:
+                rescale = gl.max((top > LIMIT).to(gl.int32), 0) | (i == 0).to(gl.int32)
+            if rescale:
                 if FOURS:
                     widest = gl.max(gl.max(gl.max(gl.max(gl.abs(b_scale), 3), 2), 1), 0).to(gl.float32)
                 else:
@@ -351,17 +381,22 @@ def decode_attention(
                 total_weight = total_weight * gl.expand_dims(row, 1 - H_AXIS)
                 columns = gl.join(factor, factor).reshape([8]) if HEADS == 4 else factor
                 sums = times(sums, gl.convert_layout(columns, gl.SliceLayout(0, mma))[None, :])
+                if THRESHOLD:  # some weight of 1, or 2^-room here, was seen: that is the least of their sum
+                    tile_weight = lane_weights(p, HEADS, TILE)
+                    lane_room = gl.convert_layout(room, gl.SliceLayout(1 - H_AXIS, SUMS))
+                    floor = gl.where(own_row, gl.exp2(least - lane_room), float("inf"))
+            if THRESHOLD:
+                total_weight += tile_weight
+            else:
+                total_weight += lane_weights(p, HEADS, TILE)
             if HEADS == 4:
-                total_weight += gl.sum(p.reshape([TILE // 8, 8, 4]), 0)
                 w0, w1 = by_half(w, even)
                 w = gl.permute(gl.join(w0, w1), (0, 5, 3, 4, 1, 2)).reshape([TILE, 8])
             else:
-                total_weight += gl.sum(gl.sum(p.reshape([HEADS, TILE // 8, 4, 2]), 3), 1)
                 w = gl.permute(w, (1, 0))
             w = gl.convert_layout(w, B2, assert_trivial=True)
-            if THRESHOLD:  # some weight of 1, or 2^-room here, was seen: that is the least of their sum
-                small = d < gl.expand_dims(needed - room, 1 - H_AXIS)  # not of NaN
-                if gl.min(gl.min(small.to(gl.int32), 1), 0) == 0:
+            if THRESHOLD:
+                if need > 0:
                     sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, VALUE_LEVELS, DIM, mma)
             else:
                 sums = add_values(values_in, w, sums, value_constants, VALUE_BITS, VALUE_LEVELS, DIM, mma)
