@@ -184,7 +184,8 @@ def test_every_mode_says_the_same(llama: Path, kind: str, monkeypatch: pytest.Mo
     from vllm import envs
 
     def said(options: dict[str, Any]) -> list[Answer]:
-        with engine(llama, "k4v4", skip_tokenizer_init=True, **options) as llm:
+        # at 8 bits: which steps read first tokens uncompressed depends on what runs besides
+        with engine(llama, "k8v8", skip_tokenizer_init=True, **options) as llm:
             return token_ids(llm, random_prompts(), 24, detokenize=False)
 
     expected = said({})
@@ -193,7 +194,7 @@ def test_every_mode_says_the_same(llama: Path, kind: str, monkeypatch: pytest.Mo
         if mode == "the older runner":
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
             envs.disable_envs_cache()  # the engines before have read it
-        found[mode] = wrong(said(options), expected, near("k4v4"))
+        found[mode] = wrong(said(options), expected)
     assert found == {mode: [] for mode in MODES[kind]}
 
 

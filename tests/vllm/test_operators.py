@@ -370,9 +370,9 @@ def test_other_connectors_are_refused(llama: Path, name: str) -> None:
 
 def test_bytes_on_disk_are_found_by_format_and_calibration(llama: Path, tmp_path: Path) -> None:
     """Two engines share a folder on disk only if they would write the same bytes."""
+    tiers = [{"type": "fs", "root_dir": str(tmp_path / "blocks")}]
 
     def root(switch: str) -> str:
-        tiers = [{"type": "fs", "root_dir": str(tmp_path / "blocks")}]
         extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": tiers}
         config = created(configured(llama, switch, "OffloadingConnector", extra=extra))
         return str(config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][0]["root_dir"])
@@ -398,3 +398,4 @@ def test_bytes_on_disk_are_found_by_format_and_calibration(llama: Path, tmp_path
     found = [uncompressed, first, wider, plain, root("k4v4"), root("k16v8"), *policies]
     assert len(set(found)) == len(found)
     assert all(Path(each).parent == tmp_path / "blocks" for each in found)
+    assert tiers == [{"type": "fs", "root_dir": str(tmp_path / "blocks")}], "what the caller has stays as it is"

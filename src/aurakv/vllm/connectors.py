@@ -48,10 +48,17 @@ def why_not(config: VllmConfig) -> str | None:
 
 def name_folders(config: VllmConfig, switch: Switch) -> None:
     """Let blocks on disk lie in a folder of their format and calibration."""
-    for tier in _disks(config):
-        root = Path(tier["root_dir"])
-        if not root.name.startswith(_PREFIX):
-            tier["root_dir"] = str(root / folder(config, switch))
+    if not _disks(config):
+        return
+
+    def named(tier: dict[str, Any]) -> dict[str, Any]:
+        root = Path(tier.get("root_dir", _PREFIX))
+        return tier if root.name.startswith(_PREFIX) else {**tier, "root_dir": str(root / folder(config, switch))}
+
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    tiers = [named(tier) for tier in extra["secondary_tiers"]]
+    # the caller's own stays as it is, for another engine
+    config.kv_transfer_config.kv_connector_extra_config = {**extra, "secondary_tiers": tiers}
 
 
 def check_device(config: VllmConfig, device_type: str) -> None:
