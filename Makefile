@@ -22,7 +22,8 @@ test-full: $(VENV)/.test
 # With other versions of Triton than that of constraints.txt: what needs no GPU of them.
 TRITONS := 3.7.1 3.8.0 3.9.0
 test-triton: $(TRITONS:%=build/triton-%) $(VENV)/.test
-	set -e; for version in $(TRITONS); do PYTHONPATH=$(CURDIR)/build/triton-$$version \
+	set -e; for version in $(TRITONS); do export PYTHONPATH=$(CURDIR)/build/triton-$$version; \
+		$(BIN)/python -c "import triton; assert triton.__version__ == '$$version', triton.__file__"; \
 		$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/backends/triton; done
 
 build/triton-%: $(VENV)/.test

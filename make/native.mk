@@ -3,8 +3,12 @@
 
 NATIVE_KINDS := $(if $(filter aarch64 arm64,$(shell uname -m)),native-neon,native-avx512 native-avx2) native-generic
 NATIVE_PYTEST := tests/backends/test_conformance.py $(NATIVE_KINDS:%=--backend %)
-SANITIZE_ENV = PYTHONPATH=build/sanitized LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+# Without the module site (-S), whose .pth files would put the editable package before PYTHONPATH.
+PACKAGES = $$($(BIN)/python -c "import site; print(*site.getsitepackages(), sep=':')")
+SANITIZED = PYTHONPATH="build/sanitized:$(PACKAGES)" \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(BIN)/python -S -m pytest -q -p no:cacheprovider --native-from build/sanitized $(NATIVE_PYTEST)
 
 native: $(VENV)/.core  # beside the sources, for PYTHONPATH=src
 	$(INSTALL) cmake ninja
@@ -12,7 +16,7 @@ native: $(VENV)/.core  # beside the sources, for PYTHONPATH=src
 		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/aurakv/backends
 	$(BIN)/cmake --build build/native
 
-build/sanitized: $(VENV)/.test $(wildcard native/*) CMakeLists.txt
+build/sanitized: $(VENV)/.test $(wildcard native/*) CMakeLists.txt $(shell find src/aurakv -name '*.py')
 	$(INSTALL) cmake ninja
 	$(BIN)/cmake -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DAURA_SANITIZE=ON -DCMAKE_BUILD_TYPE=None
 	$(BIN)/cmake --build build/asan
@@ -20,10 +24,10 @@ build/sanitized: $(VENV)/.test $(wildcard native/*) CMakeLists.txt
 	cp build/asan/_native.so $@/aurakv/backends/
 
 sanitize: build/sanitized  # the chosen cases
-	$(SANITIZE_ENV) $(BIN)/python -m pytest -q -p no:cacheprovider -m "not full" $(NATIVE_PYTEST) -k "test_case and not broken"
+	$(SANITIZED) -m "not full" -k "test_case and not broken"
 
 sanitize-full: build/sanitized  # the covering set, too
-	$(SANITIZE_ENV) $(BIN)/python -m pytest -q -p no:cacheprovider $(NATIVE_PYTEST) -k "test_case or covering"
+	$(SANITIZED) -k "test_case or covering"
 
 fuzz-native: $(VENV)/.test
 	$(BIN)/python tools/native_fuzz.py 7000 $(NATIVE_KINDS)

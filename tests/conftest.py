@@ -1,4 +1,5 @@
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ def pytest_addoption(parser):
     parser.addoption("--backend", action="append", help="run conformance on this backend only (may repeat)")
     parser.addoption("--capability", help="kernels as on a GPU of this compute capability, such as 8.0")
     parser.addoption("--emulate", help="an emulated GPU of this compute capability, such as 8.0, with CPU tensors")
+    parser.addoption("--native-from", help="run only if the native library is loaded from this folder")
 
 
 def pytest_configure(config):
@@ -27,6 +29,13 @@ def pytest_configure(config):
         from tests.helpers.ptx import driver
 
         driver.start(target.parsed(chosen))
+    if chosen := config.getoption("--native-from"):
+        from aurakv.backends.native import abi
+
+        library = abi.library()
+        place = library if isinstance(library, str) else library._name
+        if Path(chosen).resolve() not in Path(place).resolve().parents:
+            raise pytest.UsageError(f"the native library is to come from {chosen}, got {place}")
 
 
 def pytest_generate_tests(metafunc):

@@ -8,8 +8,11 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -411,3 +414,28 @@ def test_without_a_library(monkeypatch):
 def test_random_cases(name):
     for seed in range(80):
         native_fuzz.check(1_000_000 + seed, name)
+
+
+def test_the_library_that_was_built_last(tmp_path, monkeypatch):
+    """An editable package has a place for the one that was installed, and one for that of `make native`."""
+    places = [tmp_path / name for name in ("installed", "sources", "none")]
+    monkeypatch.setattr(sys.modules["aurakv.backends"], "__path__", [str(place) for place in places])
+    assert abi._built() is None
+    for place in places[:2]:
+        place.mkdir()
+        (place / abi.LIBRARY).touch()
+    for last, first in (places[:2], places[1::-1]):
+        os.utime(first / abi.LIBRARY, (1e9, 1e9))
+        os.utime(last / abi.LIBRARY, (2e9, 2e9))
+        assert abi._built() == last / abi.LIBRARY
+
+
+def test_a_run_refuses_another_library(tmp_path):
+    """As `make sanitize` needs it: what is imported from an editable package has not been sanitized."""
+    own = Path(abi.library()._name).parent
+    for folder, status in ((own, 0), (tmp_path, 4)):
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+        command += ["tests/format/test_signs.py", "--native-from", str(folder)]
+        run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+        assert run.returncode == status, run.stdout + run.stderr
+        assert (f"the native library is to come from {folder}, got {own}" in run.stderr) == (status != 0)

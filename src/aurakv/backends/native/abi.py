@@ -51,11 +51,17 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def _built() -> Path | None:
+    """The library. An editable package has two places: for the one installed with it, and, beside the sources, for one
+    of `make native`. The later one counts."""
+    places = [Path(place) / LIBRARY for place in sys.modules["aurakv.backends"].__path__]
+    return max((place for place in places if place.exists()), key=lambda place: place.stat().st_mtime, default=None)
+
+
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The compiled library, or one sentence that says why there is none."""
-    places = [Path(place) / LIBRARY for place in sys.modules["aurakv.backends"].__path__]  # several when editable
-    path = next((place for place in places if place.exists()), None)
+    path = _built()
     if path is None:
         return (
             "the native library was not built when aurakv was installed (it needs a C++17 compiler: GCC 10, Clang 14"
