@@ -291,7 +291,9 @@ def compile_before(sets: list[argparse.Namespace], jobs: int) -> None:
         (args, i, name, size) for args in sets for i in args.shapes for name in args.formats for size in args.pages
     ]
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(call_once, *zip(*calls, strict=True)))
+        for call in [pool.submit(call_once, *call) for call in calls]:
+            if (failure := call.exception()) is not None:  # `measure` will say it again, or has the memory
+                print(f"not compiled: {failure!s:.200}", flush=True)
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
 
 

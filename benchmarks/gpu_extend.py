@@ -103,7 +103,8 @@ def main() -> None:
         with concurrent.futures.ProcessPoolExecutor(args.jobs, context) as pool:
             calls = [pool.submit(compile_call, *each, [way]) for each in cases(args) for way in args.ways]
             for call in calls:
-                call.result()
+                if (failure := call.exception()) is not None:  # `measure` will say it again, or has the memory
+                    print(f"not compiled: {failure!s:.200}", flush=True)
     for name, queries in cases(args):
         gpu_decode.save(args.json, measure(name, queries, args.ways))
         torch.cuda.empty_cache()
