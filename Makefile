@@ -23,7 +23,7 @@ test-full: $(VENV)/.test
 TRITONS := 3.7.1 3.8.0 3.9.0
 test-triton: $(TRITONS:%=build/triton-%) $(VENV)/.test
 	set -e; for version in $(TRITONS); do export PYTHONPATH=$(CURDIR)/build/triton-$$version; \
-		$(BIN)/python -c "import triton; assert triton.__version__ == '$$version', triton.__file__"; \
+		$(BIN)/python -c "import os, triton; assert triton.__file__.startswith(os.environ['PYTHONPATH']), triton"; \
 		$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/backends/triton; done
 
 build/triton-%: $(VENV)/.test
