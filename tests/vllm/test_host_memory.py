@@ -12,19 +12,13 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
 from tests.helpers.vllm_answers import LIKELY, answer, near, wrong
-from tests.vllm.test_engine import GPU, engine, random_model, token_ids
+from tests.vllm.test_engine import GPU, engine, token_ids
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not GPU, reason="vLLM's connectors copy from a GPU")]
-
-
-@pytest.fixture(autouse=True)
-def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("llama"), "llama")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.usefixtures("calibrations"),
+    pytest.mark.skipif(not GPU, reason="vLLM's connectors copy from a GPU"),
+]
 
 
 def prompts(seed: int) -> list[list[int]]:

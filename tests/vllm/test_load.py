@@ -16,18 +16,8 @@ from tests.helpers.vllm_answers import Answer, how_far, near, wrong
 from tests.helpers.vllm_prompts import mixture
 from tests.vllm.test_engine import GPU, ON_GPU, count_preemptions, engine, random_model, random_prompts, token_ids
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("calibrations")]
 gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True)
-def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 # requests that come and go

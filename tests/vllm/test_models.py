@@ -14,17 +14,12 @@ from tests.helpers.vllm_answers import LIKELY, equal, wrong
 from tests.vllm.test_engine import GPU, LENGTH, engine, random_model, random_prompts, token_ids
 from tests.vllm.test_operators import most_likely, predicted
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("calibrations")]
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": LENGTH,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def test_learned_sinks_and_windows(tmp_path: Path) -> None:

@@ -16,17 +16,7 @@ from aurakv.calibration.policy import LayerPolicy, Policy
 from tests.helpers.vllm_answers import LIKELY, Answer, answer, equal, wrong
 from tests.vllm.test_engine import GPU, LENGTH, cpu_only, engine, needs_two, random_model, random_prompts, token_ids
 
-pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(autouse=True)
-def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("llama"), "llama")
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("calibrations")]
 
 
 def said(model: Path, switch: str | bool | None, prompts: list[Any], tokens: int = 16, **options: Any) -> Any:
