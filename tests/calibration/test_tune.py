@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -156,3 +158,45 @@ def test_a_bad_choice_gets_better_in_rounds():
     for _ in range(8):
         before, better = better, refined(ours, better, ids, 4096, 2 * 16)
     assert better is before
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_gradients_foresee_what_layers_alone_lose(name, monkeypatch):
+    """Of every side of every layer, as far as so small a model allows; the model stays as it was."""
+    _, ours = made(name)
+    ids = torch.randperm(ours.config.vocab_size, generator=torch.Generator().manual_seed(0))[None, :128]
+    policy = tune.calibrated(ours, ids)
+    before = ours.config._attn_implementation
+    steps: list[tuple[str, float, int]] = []
+    foreseen = tune.foreseen(ours, policy, ids, 4096, 32, None, lambda *step: steps.append(step))
+    assert steps[-1] == ("gradients", 32, 32)
+    assert ours.config._attn_implementation == before
+    assert all(each.requires_grad and each.grad is None for each in ours.parameters())
+    measured = tune.sensitivities(ours, policy, ids, 4096)
+    ratios = []
+    for near, real in zip(foreseen, measured, strict=True):
+        assert near.share == real.share
+        for side in ("key", "value"):
+            losses = [getattr(near, side)[bits] for bits in tune.WIDTHS]
+            assert losses == sorted(losses, reverse=True)
+            ratios += [getattr(near, side)[bits] / loss for bits, loss in getattr(real, side).items()]
+    assert all(0.3 < ratio < 3 for ratio in ratios), ratios
+    assert 0.7 < math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.4
+    state = Results(kind=tune.STATE)
+    assert foreseen == tune.foreseen(ours, policy, ids, 4096, 32, state), "the same samples"
+    monkeypatch.setattr(tune, "gradients", None)  # nothing is computed a second time
+    assert foreseen == tune.foreseen(ours, policy, ids, 4096, 32, state)
+
+
+def test_gradients_read_a_text_in_pieces(monkeypatch):
+    """A last piece too short to speak for a text is left out; first tokens, which stay uncompressed, lose nothing."""
+    _, ours = made("llama")
+    ids = prompt(1, 160)
+    policy = tune.calibrated(ours, ids)
+    monkeypatch.setattr(tune, "_PIECE", 70)
+    assert tune.foreseen(ours, policy, ids, 4096, 1) == tune.foreseen(ours, policy, ids[:, :140], 4096, 1)
+    assert tune.foreseen(ours, policy, ids[:, :140], 4096, 1) != tune.foreseen(ours, policy, ids[:, :70], 4096, 1)
+    for layer in tune.foreseen(ours, replace(policy, first=160), ids, 4096, 1):
+        assert set(layer.key.values()) == set(layer.value.values()) == {0.0}
+    with pytest.raises(InputError, match="uncompressed"):
+        tune.foreseen(ours, replace(policy, recent=16), ids, 4096, 1)

@@ -49,6 +49,15 @@ def test_a_policy_within_the_size(answer, call, small, tmp_path, monkeypatch):
     assert json.loads(state.read_text())["kind"] == "aurakv-tuning"
 
 
+def test_losses_foreseen_by_gradients(answer, refused, small, tmp_path):
+    """At all widths, and the policy is within the size."""
+    out = tmp_path / "small.json"
+    got = answer("tune", "--model", small, *ARGS, "--out", out, "--size", "k3v2", "--percent", "40", "--gradients", "2")
+    assert [[*layer["key"]] for layer in got["layers"]] == [["2", "3", "4", "5", "6", "8"]] * 2
+    assert Policy.load(out).bytes_per_token <= 1.4 * 2 * 2 * kv.Format.parse("k3v2", 16).bytes_per_token
+    assert "does not know which queries" in refused("tune", "--model", small, "--gradients", "2", "--recent", "4")
+
+
 def test_recent_tokens_count(answer, small, tmp_path):
     """They lie in the policy, and their ring is part of the size: 4 pages of 16 tokens, one of them for the first."""
     out = tmp_path / "recent.json"

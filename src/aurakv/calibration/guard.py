@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def all_moved(layers: list[LayerPolicy], k: Tensor, q: Tensor, scoring: Scoring,
         return scores.masked_fill(~seen, -torch.inf).log_softmax(3)
 
     def change(layer: LayerPolicy) -> float:
-        nats = torch.where(seen, weight * (exact - weights(_stored(layer, k, first))), 0.0).sum(3)
+        nats = torch.where(seen, weight * (exact - weights(stored(layer, "k", k, first))), 0.0).sum(3)
         return float(nats[nats.isfinite()].mean())
 
     exact = weights(k)
@@ -128,22 +128,23 @@ def blurred(layer: LayerPolicy, k: Tensor, first: int = 0) -> float:
     """
     k = k[:, first:KEYS].transpose(0, 1).float()
     k = k[k.isfinite().flatten(1).all(1)]
-    error = (_stored(layer, k, 0) - k).square().mean(0).median(-1).values.sqrt()
+    error = (stored(layer, "k", k) - k).square().mean(0).median(-1).values.sqrt()
     share = error / k.std(0).median(-1).values
     return float(share[share.isfinite()].mean())
 
 
-def _stored(layer: LayerPolicy, k: Tensor, first: int) -> Tensor:
-    """What keys [t, kv_heads, dim] are behind their codes."""
-    format = Format.parse(layer.format, k.shape[2])
-    codec = format.key
+def stored(layer: LayerPolicy, side: Literal["k", "v"], x: Tensor, first: int = 0) -> Tensor:
+    """What keys or values [t, kv_heads, dim] are behind their codes."""
+    format = Format.parse(layer.format, x.shape[2])
+    codec = format.key if side == "k" else format.value
     if not codec.coded:
-        return k
-    key_scale = torch.ones_like(k[0]) if layer.key_scale is None else layer.key_scale.to(k.device)
-    offset = None if layer.key_offset is None else layer.key_offset.to(k.device)
-    fit, _ = layer.fits(format, k.shape[1], k.device)
-    backend = None if k.device.type == "cpu" else "reference"  # a GPU would compile two kernels for each width
-    codes = ops.encode(k * key_scale, codec, offset, fit=fit, backend=backend)
-    stored = ops.decode(codes, codec, offset, backend=backend) / key_scale
-    stored[:first] = k[:first]
-    return stored
+        return x
+    key_fit, value_fit = layer.fits(format, x.shape[1], x.device)
+    given = (layer.key_offset, layer.key_scale, key_fit) if side == "k" else (layer.value_offset, None, value_fit)
+    offset, scale, fit = (None if each is None else each.to(x.device) for each in given)
+    scale = torch.ones_like(x[0]) if scale is None else scale
+    backend = None if x.device.type == "cpu" else "reference"  # a GPU would compile two kernels for each width
+    codes = ops.encode(x * scale, codec, offset, fit=fit, backend=backend)
+    found = ops.decode(codes, codec, offset, backend=backend) / scale
+    found[:first] = x[:first]
+    return found

@@ -2,7 +2,8 @@
 
 1. The model reads a text; each layer gets the key offset and key_scale that its keys and queries want.
 2. Each layer alone is compressed, keys and values apart, at the widths asked for and one below, and the KL divergence
-   of the predictions is measured. At other widths it goes with the mean squared error.
+   of the predictions is measured. At other widths it goes with the mean squared error. Or gradients foresee it for
+   all layers and widths at once.
 3. Losses of layers add up: a knapsack.
 4. The whole is measured; in rounds, if any are asked for, also with every side of every layer one width up or down, and
    chosen again if that is better.
@@ -15,8 +16,9 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from ..errors import InputError
@@ -25,18 +27,25 @@ from ..evaluation.results import Results, model_key, policy_key, text_key
 from ..format.codec import Format, default_options
 from ..format.levels import mse, table
 from ..hf import AuraCache
+from ..hf.gradients import Vectors, gradients
 from ..hf.observe import observe
 from ..hf.support import head_dim, slots
 from ..storage.page_table import Kept
 from ..storage.uncompressed import Uncompressed
+from .guard import stored
 from .policy import FIRST, ROLLBACK, Policy
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 STATE = "aurakv-tuning"  # the kind of a file that keeps what was measured
+_LEAST = 64  # tokens
+_SIDES: tuple[Literal["k", "v"], ...] = "k", "v"
 _UNIT = 0.01  # bytes: sizes are counted in these, rounded up
 _BATCH = 24  # caches that are measured side by side
 _CHUNK = 256  # tokens at a time: what a cache computes does not depend on it
+_PIECE = 1024  # tokens of a text whose gradients are held at once
+_LARGEST = 0.001  # of the terms that gradients foresee count as the next one does: a few of them would decide alone
 
+Side = tuple[int, Literal["k", "v"], int]  # layer, keys or values, width
 Progress = Callable[[str, float, int], None]  # what is measured, how many of them are, of how many
 
 
@@ -63,8 +72,8 @@ def calibrated(
 ) -> Policy:
     """A policy of one format for all layers, with offsets and key scales from a text of at least 64 tokens. `progress`
     is told how many more were read."""
-    if ids.shape[1] < 64:
-        raise InputError(f"a model is calibrated on at least 64 tokens, got {ids.shape[1]}")
+    if ids.shape[1] < _LEAST:
+        raise InputError(f"a model is calibrated on at least {_LEAST} tokens, got {ids.shape[1]}")
     layers = tuple(seen.moments.layer(format) for seen in observe(model, ids, progress=progress).values())
     offset = layers[0].key_offset
     assert offset is not None
@@ -102,6 +111,57 @@ def sensitivities(
         [{b: known[f"{side}{b} {i}"] for b in bits} for side, bits in sides.items()] for i, sides in enumerate(widths)
     ]
     return [Layer(k, v, share) for (k, v), share in zip(losses, shares(model.config, context), strict=True)]
+
+
+def foreseen(
+    model: Any,
+    policy: Policy,
+    ids: Tensor,
+    context: int,
+    samples: int,
+    state: Results | None = None,
+    progress: Progress | None = None,
+) -> list[Layer]:
+    """What `sensitivities` measures, at all widths, foreseen by gradients over the ids [1, n] of a text. What `state`
+    has is not computed again.
+
+    A change e of the key or value of one token changes predictions by the KL divergence ½ (g · e)², where g is the
+    gradient of the log-likelihood of what the model could have said, and these add up where errors of tokens have
+    nothing to do with each other. The text is read in pieces, each a text of its own, with `samples` gradients each.
+    """
+    if policy.recent:
+        raise InputError("gradients do not know which queries read a token uncompressed: tune recent tokens without")
+    state = Results(kind=STATE) if state is None else state
+    shared = {"ids": text_key(ids), "calibrated": policy_key(policy), "model": model_key(model), "samples": samples}
+    names = {f"{side}{b} {i}": (i, side, b) for i in range(len(policy.layers)) for side in _SIDES for b in WIDTHS}
+    rows = {where: state.find({**shared, "name": name}) for name, where in names.items()}
+    found = {where: row["kl"] for where, row in rows.items() if row is not None}
+    if len(found) < len(names):
+        found = _by_gradients(model, policy, ids, samples, progress)
+        for name, where in names.items():
+            state.add({**shared, "name": name}, {"kl": found[where]})
+        state.save()
+    sides = [[{b: found[i, side, b] for b in WIDTHS} for side in _SIDES] for i in range(len(policy.layers))]
+    return [Layer(k, v, share) for (k, v), share in zip(sides, shares(model.config, context), strict=True)]
+
+
+def _by_gradients(
+    model: Any, policy: Policy, ids: Tensor, samples: int, progress: Progress | None
+) -> dict[Side, float]:
+    """The loss of each layer, side and width."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = [piece for piece in ids.split(_PIECE, 1) if piece.shape[1] >= min(_LEAST, ids.shape[1])]
+    terms: dict[Side, list[Tensor]] = {}
+    for at, piece in enumerate(pieces):
+        report = None if progress is None else _gradient_steps(progress, at * samples, len(pieces) * samples)
+        errors: dict[Side, Tensor] = {}
+        for vectors, slopes in gradients(model, piece, samples, generator, report):
+            errors = errors or _errors(policy, vectors)
+            for (layer, side, bits), error in errors.items():
+                term = (slopes[layer][_SIDES.index(side)].float() * error).sum(-1).square().sum(0) / 2
+                terms.setdefault((layer, side, bits), []).append(term.cpu())
+    tokens = sum(piece.shape[1] for piece in pieces) * samples
+    return {where: _without_largest(torch.cat(each)) / tokens for where, each in terms.items()}
 
 
 def shares(config: Any, context: int) -> list[float]:
@@ -206,6 +266,35 @@ def refined(
         layers.append(Layer(sides["k"], sides["v"], share))
     better = tuned(policy, choose(layers, policy.head_dim, budget=budget))
     return better if _losses(model, ids, {"better": better})["better"] < found["now"] else policy
+
+
+def _errors(policy: Policy, vectors: Vectors) -> dict[Side, Tensor]:
+    """What compression changes keys and values [kv_heads, t, dim] by, at each width, by layer, side and width."""
+    found = {}
+    for number, (layer, (k, v)) in enumerate(zip(policy.layers, vectors, strict=True)):
+        for bits in WIDTHS:
+            each = layer.with_format(f"k{bits}v{bits}", policy.head_dim).on(k.device.type)
+            for side, x in zip(_SIDES, (k, v), strict=True):
+                error = stored(each, side, x.transpose(0, 1).float()).transpose(0, 1) - x.float()
+                error[:, : policy.first] = 0
+                found[number, side, bits] = error
+    return found
+
+
+def _without_largest(terms: Tensor) -> float:
+    most = max(1, round(_LARGEST * len(terms)))
+    return float(terms.clamp(max=terms.topk(most).values[-1]).double().sum())
+
+
+def _gradient_steps(progress: Progress, done: int, total: int) -> Callable[[float], None]:
+    at = float(done)
+
+    def more(amount: float) -> None:
+        nonlocal at
+        at += amount
+        progress("gradients", round(at, 6), total)
+
+    return more
 
 
 def _part(progress: Progress | None, what: str, start: int, count: int, total: int) -> measure.Progress | None:
