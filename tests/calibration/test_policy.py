@@ -63,6 +63,18 @@ def test_shipped_policies_load(name):
     assert all(layer.key_offset is not None for layer in policy.layers if not layer.format.startswith("k16"))
 
 
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_policies_are_as_small_as_they_say(name):
+    """Codes at most 3% larger than those of one width in all layers."""
+    policy = Policy.load(name)
+    last = name.rpartition("-")[2]
+    size = last if last.startswith("k") else "k4v4"
+    if name.startswith("smollm2"):  # layers with a window count less
+        uniform = len(policy.layers) * policy.kv_heads * kv.Format.parse(size, policy.head_dim).bytes_per_token
+        assert policy.bytes_per_token <= 1.03 * uniform
+    assert f"--size {size} " in policy.source
+
+
 def test_model_must_fit():
     made().check_model(3, 2, 32)
     made().check_model(3, None, None)

@@ -185,7 +185,7 @@ def test_gradients_foresee_what_layers_alone_lose(name, monkeypatch):
     state = Results(kind=tune.STATE)
     assert foreseen == tune.foreseen(ours, policy, ids, 4096, 32, state), "the same samples"
     monkeypatch.setattr(tune, "gradients", None)  # nothing is computed a second time
-    assert foreseen == tune.foreseen(ours, policy, ids, 4096, 32, state)
+    assert foreseen == tune.foreseen(ours, tune.tuned(policy, ["k3v2"] * 2), ids, 4096, 32, state), "for any size"
 
 
 def test_gradients_read_a_text_in_pieces(monkeypatch):

@@ -132,7 +132,8 @@ def foreseen(
     if policy.recent:
         raise InputError("gradients do not know which queries read a token uncompressed: tune recent tokens without")
     state = Results(kind=STATE) if state is None else state
-    shared = {"ids": text_key(ids), "calibrated": policy_key(policy), "model": model_key(model), "samples": samples}
+    calibrated = policy_key(tuned(policy, ["k4v4"] * len(policy.layers)))  # losses do not depend on its formats
+    shared = {"ids": text_key(ids), "calibrated": calibrated, "model": model_key(model), "samples": samples}
     names = {f"{side}{b} {i}": (i, side, b) for i in range(len(policy.layers)) for side in _SIDES for b in WIDTHS}
     rows = {where: state.find({**shared, "name": name}) for name, where in names.items()}
     found = {where: row["kl"] for where, row in rows.items() if row is not None}
@@ -145,22 +146,27 @@ def foreseen(
     return [Layer(k, v, share) for (k, v), share in zip(sides, shares(model.config, context), strict=True)]
 
 
+def pieces(ids: Tensor) -> list[Tensor]:
+    """What gradients read at once of the ids [1, n] of a text."""
+    return [piece for piece in ids.split(_PIECE, 1) if piece.shape[1] >= min(_LEAST, ids.shape[1])]
+
+
 def _by_gradients(
     model: Any, policy: Policy, ids: Tensor, samples: int, progress: Progress | None
 ) -> dict[Side, float]:
     """The loss of each layer, side and width."""
     generator = torch.Generator().manual_seed(0)
-    pieces = [piece for piece in ids.split(_PIECE, 1) if piece.shape[1] >= min(_LEAST, ids.shape[1])]
     terms: dict[Side, list[Tensor]] = {}
-    for at, piece in enumerate(pieces):
-        report = None if progress is None else _gradient_steps(progress, at * samples, len(pieces) * samples)
+    texts = pieces(ids)
+    for at, piece in enumerate(texts):
+        report = None if progress is None else _gradient_steps(progress, at * samples, len(texts) * samples)
         errors: dict[Side, Tensor] = {}
         for vectors, slopes in gradients(model, piece, samples, generator, report):
             errors = errors or _errors(policy, vectors)
             for (layer, side, bits), error in errors.items():
                 term = (slopes[layer][_SIDES.index(side)].float() * error).sum(-1).square().sum(0) / 2
                 terms.setdefault((layer, side, bits), []).append(term.cpu())
-    tokens = sum(piece.shape[1] for piece in pieces) * samples
+    tokens = sum(piece.shape[1] for piece in texts) * samples
     return {where: _without_largest(torch.cat(each)) / tokens for where, each in terms.items()}
 
 

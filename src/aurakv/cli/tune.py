@@ -112,7 +112,8 @@ def run(args: argparse.Namespace) -> None:
         with screen.progress("layers alone", 4 * len(policy.layers), lines=True) as step:
             layers = tune.sensitivities(loaded.model, policy, probe, args.context, state, _report(step))
     else:
-        with screen.progress("gradients", args.gradients, lines=True) as step:
+        steps = args.gradients * len(tune.pieces(probe))
+        with screen.progress("gradients", steps, lines=True) as step:
             layers = tune.foreseen(loaded.model, policy, probe, args.context, args.gradients, state, _report(step))
     uniform = policy
     formats = tune.choose(layers, policy.head_dim, **({"kl": args.kl} if args.kl is not None else {"budget": budget}))
