@@ -74,6 +74,12 @@ BROKEN = {  # what: error, the line that is wrong, what is replaced, by what
         BARRIER,
         BARRIER.replace("mem_threadgroup)", "mem_device)"),
     ),
+    "a barrier that orders no memory": (
+        "race: .* reads threadgroup",
+        READS,
+        BARRIER,
+        BARRIER.replace("mem_threadgroup)", "mem_none)"),
+    ),
     "barrier in one simdgroup": ("race: .* reads threadgroup", READS, BARRIER, "if (team == 0)" + BARRIER),
     "barrier by half a simdgroup": ("divergence", BARRIER, BARRIER, "if (lane < 16)" + BARRIER + "else" + BARRIER),
     "write after read": ("race: .* reads threadgroup", READS, ROW, "if (lane == 0) " + AFTER + ROW),
@@ -117,6 +123,12 @@ BROKEN = {  # what: error, the line that is wrong, what is replaced, by what
         "merged += sums",
         "sums[s][head][lane] * factor",
         "(&sums[s][head][0])[lane + 1024] * factor",
+    ),
+    "a threadgroup pointer into the next array": (
+        "out of range: read of 4 bytes at byte 8192 of a threadgroup array",
+        "merged += sums",
+        "sums[s][head][lane] * factor",
+        "(&sums[s][head][0])[lane + 1] * factor",
     ),
     "simd_sum in divergent code": (
         "divergence",
@@ -165,6 +177,63 @@ def test_broken_kernels_are_caught(what):
 def test_simdgroup_barrier_orders_a_simdgroup():
     fence = "simdgroup_barrier(mem_flags::mem_threadgroup); if (lane == 0) "
     attend(SOURCE.replace(ROW, fence + AFTER + ROW), inputs(2, 40))
+    for other in ("mem_device", "mem_none"):
+        with pytest.raises(EmulationError, match=r"race: .* writes threadgroup"):
+            attend(SOURCE.replace(ROW, fence.replace("mem_threadgroup", other) + AFTER + ROW), inputs(2, 40))
+
+
+ADD, LOAD, STORE = (f"atomic_{name}_explicit(&n[0], " for name in ("fetch_add", "load", "store"))
+PLAIN = "((threadgroup int*)n)[0]"
+FENCE = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+ATOMICS = {  # what a threadgroup of 64 does with one atomic number, and what is wrong with it
+    f"if (i == 0) {STORE}0, relaxed); {FENCE} {ADD}1, relaxed); {ADD}2, relaxed); {FENCE} x[i] = {LOAD}relaxed);": None,
+    f"{STORE}7, relaxed); x[i] = {LOAD}relaxed);": None,
+    f"x[i] = {ADD}1, relaxed);": "uninitialised: thread 0 of group 0 reads",
+    f"x[i] = {LOAD}relaxed);": "uninitialised: thread 0 of group 0 reads",
+    f"{STORE}7, relaxed); x[i] = {PLAIN};": "race: thread 1 of group 0 writes threadgroup memory that thread 0 .* read",
+    f"{STORE}7, relaxed); if (i == 63) x[i] = {PLAIN};": "race: thread 63 of group 0 reads .* several threads wrote",
+    f"if (i == 0) {PLAIN} = 0; {ADD}1, relaxed); x[i] = 0;": "race: thread 1 of group 0 writes .* thread 0 .* wrote",
+    f"if (i == 0) {PLAIN} = 0; {FENCE} if (i == 40) {PLAIN} = 1; else x[i] = {LOAD}relaxed);": "race: thread 40",
+}
+
+
+@pytest.mark.parametrize("body", ATOMICS)
+def test_atomics_race_with_other_accesses_alone(body):
+    body, error, x = body.replace("relaxed", "memory_order_relaxed"), ATOMICS[body], torch.zeros(64, dtype=torch.int32)
+    library = compile_shader(
+        HEADER + "kernel void f(device int* x, uint i [[thread_index_in_threadgroup]]) {\n"
+        f"threadgroup atomic_int n[1];\n{body} }}"
+    )
+    if error is None:
+        library.f(x)
+        assert x.tolist() == [192 if "fetch_add" in body else 7] * 64
+    else:
+        with pytest.raises(EmulationError, match=f"{error}.*, at line 5"):
+            library.f(x)
+
+
+def test_atomics_of_arguments():
+    source = HEADER + "kernel void f(device int* x, device atomic_int* n) {\n"
+    add = "atomic_fetch_add_explicit({}, 1, memory_order_relaxed); x[0] = 0; }}"
+    x = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(EmulationError, match=r"out of range: write of 4 bytes at byte 8 of argument 1 .*, at line 4"):
+        compile_shader(source + add.format("n + 2")).f(x, x.clone(), threads=1)
+    with pytest.raises(EmulationError, match=r"misaligned: an address ends in 2.*, at line 4"):
+        compile_shader(source + add.format("(device atomic_int*)((device uchar*)n + 2)")).f(x, x.clone(), threads=1)
+    with pytest.raises(EmulationError, match="read-only: thread 0 of group 0 writes argument 1, at line 4"):
+        read_only = source.replace("device atomic_int", "device const atomic_int")
+        compile_shader(read_only + add.format("(device atomic_int*)n")).f(x, x.clone(), threads=1)
+
+
+def test_threadgroup_arrays_are_aligned_like_their_types():
+    """Not by chance better: as another type they may not be."""
+    source = HEADER + "kernel void f(device float* x) {\nthreadgroup TYPE y[8]; threadgroup uchar z[3]; z[2] = 0;\n"
+    source += "*(threadgroup float4*)y = float4(1.0f); x[0] = float(y[0].x) + z[2]; }"
+    x = torch.zeros(1)
+    compile_shader(source.replace("TYPE", "float4")).f(x)
+    assert x.item() == 1
+    with pytest.raises(EmulationError, match=r"misaligned: an address ends in 8.*, at line 5"):
+        compile_shader(source.replace("TYPE", "half4")).f(x)
 
 
 REFUSED = {

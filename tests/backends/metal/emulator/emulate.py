@@ -92,6 +92,7 @@ class Library:
         self._file = folder / f"{digest}.so"
         _once(self._file, lambda out: self._build(folder, digest, text, out))
         self._dll = ctypes.CDLL(str(self._file))
+        self._dll.mtl_memory.restype = ctypes.c_size_t
         self._dll.mtl_alloc.restype = ctypes.c_void_p
         self._dll.mtl_alloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
 
@@ -128,6 +129,7 @@ class Library:
         return list(self._kernels)
 
     def _memory(self, kernel: Kernel) -> tuple[int, int]:
+        """Where the list of its threadgroup arrays begins and ends."""
         low, high = (getattr(self._dll, f"{end}_{kernel.name}") for end in ("lo", "hi"))
         low.restype = high.restype = ctypes.c_void_p
         return low() or 0, high() or 0
@@ -198,8 +200,7 @@ class Function:
 
     @property
     def static_thread_group_memory_length(self) -> int:
-        low, high = self._library._memory(self._kernel)
-        return high - low
+        return self._library._dll.mtl_memory(*map(ctypes.c_void_p, self._library._memory(self._kernel)))
 
     def __call__(
         self,

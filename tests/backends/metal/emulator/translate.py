@@ -102,10 +102,11 @@ class Kernel:
             raise EmulationError(f"{name}: positions and sizes must share one type, not {', '.join(sorted(kinds))}")
         section = f"mtl_tg_{name}"
         self.glue = (
-            f'extern "C" {{ extern char __start_{section}[] __attribute__((weak)), __stop_{section}[]'
+            f'extern "C" {{ extern const mtl::Array __start_{section}[] __attribute__((weak)), __stop_{section}[]'
             " __attribute__((weak));\n"
             f"unsigned most_{name}() {{ return {most or MOST_THREADS}; }}\n"
-            f"char *lo_{name}() {{ return __start_{section}; }} char *hi_{name}() {{ return __stop_{section}; }}\n"
+            f"const void *lo_{name}() {{ return __start_{section}; }}\n"
+            f"const void *hi_{name}() {{ return __stop_{section}; }}\n"
             f"MTL_QUIET void run_{name}(void** a) {{ const auto& i = mtl::ids(); (void)i; {name}({', '.join(call)}); }}"
             " }\n"
         )
@@ -132,10 +133,11 @@ def translate(source: str) -> tuple[str, list[Kernel]]:
 
 
 def _memory(kernel: str, text: str) -> str:
-    """Threadgroup memory: bytes shared by the fibers of a group, in a section that the runtime poisons and watches."""
+    """Threadgroup memory: a section lists a kernel's arrays; the runtime gives each a place, poisons and watches it."""
     declared = (
-        rf'static __attribute__((section("mtl_tg_{kernel}"), aligned(16))) uchar \2_bytes[sizeof(\1\3)];'
-        r" auto& \2 = *(\1(*)\3)\2_bytes;"
+        rf'static __attribute__((section("mtl_tg_{kernel}"), used)) const mtl::Array \2_made ='
+        r" {sizeof(\1\3), alignof(\1)};"
+        r" auto& \2 = *(\1(*)\3)mtl::shared_array(&\2_made);"
     )
     result = re.sub(r"\bthreadgroup\s+([\w:]+)\s+(\w+)((?:\s*\[[^\]]*\])*)\s*;", declared, text)
     if odd := re.search(r"\bthreadgroup\s+[\w:]+\s+\w+[^;(){}]*;", result):

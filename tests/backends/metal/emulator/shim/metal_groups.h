@@ -7,7 +7,10 @@ struct alignas(16) Slot { unsigned char bytes[16]; };
 struct Ids { uint3 position, group, local, group_size, groups, threads; uint flat, lane, simd; };
 const Slot* exchange(const void* value, size_t size, const char* op, int line, void* site);  // all lanes' values
 void barrier(int flags, int line, void* site);
-void atomic_access(void* p, size_t size, void* site);
+void simdgroup_barrier(int flags, int line, void* site);
+void atomic_access(void* p, size_t size, bool reads, bool writes, void* site);
+struct Array { size_t size, aligned; };  // of threadgroup memory, as a kernel declares it
+void* shared_array(const Array* made);
 const Ids& ids();
 uint lanes();  // in this simdgroup: 32 but for a ragged last one
 void out_of_simdgroup(const char* op, uint lane, int line);
@@ -48,7 +51,7 @@ MTL_SHUFFLE(simd_shuffle, k) MTL_SHUFFLE(simd_broadcast, k) MTL_SHUFFLE(simd_shu
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 MTL_QUIET inline void threadgroup_barrier(mem_flags f, MTL_LINE) { mtl::barrier(int(f), line, MTL_SITE); }
-MTL_QUIET inline void simdgroup_barrier(mem_flags, MTL_LINE) { mtl::exchange("", 0, "simdgroup_barrier", line, MTL_SITE); }
+MTL_QUIET inline void simdgroup_barrier(mem_flags f, MTL_LINE) { mtl::simdgroup_barrier(int(f), line, MTL_SITE); }
 
 enum memory_order { memory_order_relaxed };
 template <class T> struct atomic_cell { T value; };
@@ -56,13 +59,13 @@ typedef atomic_cell<int> atomic_int;
 typedef atomic_cell<uint> atomic_uint;
 #define MTL_ATOMIC(name, expr)                                                                        \
   template <class T> MTL_QUIET T name(volatile atomic_cell<T>* cell, T v, memory_order) {             \
-    mtl::atomic_access((void*)cell, sizeof(T), MTL_SITE); T old = cell->value; (void)v; cell->value = expr; return old; }
+    mtl::atomic_access((void*)cell, sizeof(T), true, true, MTL_SITE); T old = cell->value; (void)v; cell->value = expr; return old; }
 MTL_ATOMIC(atomic_exchange_explicit, v) MTL_ATOMIC(atomic_fetch_add_explicit, old + v) MTL_ATOMIC(atomic_fetch_or_explicit, old | v)
 MTL_ATOMIC(atomic_fetch_max_explicit, max(old, v))
 template <class T> MTL_QUIET void atomic_store_explicit(volatile atomic_cell<T>* cell, T v, memory_order) {
-  mtl::atomic_access((void*)cell, sizeof(T), MTL_SITE); cell->value = v; }
+  mtl::atomic_access((void*)cell, sizeof(T), false, true, MTL_SITE); cell->value = v; }
 template <class T> MTL_QUIET T atomic_load_explicit(volatile atomic_cell<T>* cell, memory_order) {
-  mtl::atomic_access((void*)cell, sizeof(T), MTL_SITE); return cell->value; }
+  mtl::atomic_access((void*)cell, sizeof(T), true, false, MTL_SITE); return cell->value; }
 
 // Where the elements of a matrix lie is Apple's secret; here lane l holds row l / 4, columns 2·(l mod 4) and the next.
 template <class T, int R, int C> struct simdgroup_matrix {
