@@ -26,7 +26,7 @@ def sources() -> dict[str, str]:
         for j, name in enumerate(names):
             dtype = (torch.float32, torch.float16, torch.bfloat16)[(i + j) % 3]
             found |= _of(
-                f"{name}-{dim}", kv.Format.parse(name, dim, dtype), dtype, 1 + (i + j) % 4, (1, 2, 4)[(i + j) % 3]
+                f"{name}-{dim}", kv.Format.parse(name, dim, dtype), dtype, 1 + (i + j) % 4, (1, 2, 4, 8)[(i + j) % 4]
             )
     for table in TABLES:
         for bits in widths(table):

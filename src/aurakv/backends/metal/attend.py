@@ -19,7 +19,7 @@ from ...format.codec import Codec, Format
 from ...storage.pages import Pages
 from . import loads, source
 from .kernels import Kernels, aligned, by_rows, numbers, optional, per_vector, slots
-from .vectors import SPARE_ROWS, padded, turned_queries
+from .vectors import height, padded, turned_queries
 
 GROUP_ROWS = 4  # query heads per KV head that attend_rows keeps in registers
 ENOUGH_GROUPS = 256  # simdgroups that keep a GPU busy: sequences are split until there are so many
@@ -75,11 +75,11 @@ def prepare_attend(
     tokens, heads, _ = q.shape
     kv_heads, codec = first.given["KV_HEADS"], first.format.value
     group = heads // kv_heads
-    height = tokens * group + SPARE_ROWS
+    high = height(tokens, group)
     starts, ends = rows.starts.contiguous(), ends.contiguous()
     readers = [_prepare_reader(kernels, q, place, rows, group, splits) for place in places]
     counts = [count for count, _ in readers]
-    given = {"SEQS": first.given["SEQS"], "HEADS": heads, "KV_HEADS": kv_heads, "GROUP": group, "ROWS": height}
+    given = {"SEQS": first.given["SEQS"], "HEADS": heads, "KV_HEADS": kv_heads, "GROUP": group, "ROWS": high}
     given |= {"SPLITS": counts[0], "MORE_SPLITS": sum(counts[1:])}
     given |= {"HAS_OFFSET": first.value_offset is not None, "HAS_LOGITS": sink_logits is not None}
     merge, merging = kernels.library(source.merge(codec, q.dtype)).merge, numbers(**given)
@@ -90,8 +90,8 @@ def prepare_attend(
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         if tokens == 0:
             return Partial(out, lse)
-        sums = torch.empty(sum(counts), kv_heads, height, padded(codec), dtype=torch.float32, device=q.device)
-        statistics = torch.empty(sum(counts), kv_heads, height, 2, dtype=torch.float32, device=q.device)
+        sums = torch.empty(sum(counts), kv_heads, high, padded(codec), dtype=torch.float32, device=q.device)
+        statistics = torch.empty(sum(counts), kv_heads, high, 2, dtype=torch.float32, device=q.device)
         at, q = 0, by_rows(q)
         for place, (count, read) in zip(places, readers, strict=True):
             key, multiplier = place.format.key, place.scoring.multiplier(place.format.key.dim)
@@ -114,7 +114,7 @@ def _prepare_reader(
     fits = loads.fits(place.format, place.given.get("PAGE_SIZE", 0))
     single = rows.single and group <= GROUP_ROWS and not place.dense
     single = single and place.memory[0].numel() < loads.reach(place.format, fits)
-    simds = 1 if single else _simds(group if rows.single else tokens * group)
+    simds = 1 if single else _simds(group, 8) if rows.single else _simds(tokens * group, 4)
     tiles = seqs if rows.single and group <= 8 * simds else tokens * group // (8 * simds) + seqs
     busy = max(1, kv_heads * tiles)
     count = splits or max(1, min(-(-ENOUGH_GROUPS // busy), -(-place.longest // LEAST_KEYS)))
@@ -128,7 +128,7 @@ def _prepare_reader(
         "ONLY_UNCOMPRESSED": scoring.only_uncompressed,
         "SKIPS": scoring.threshold > 0 and place.format.value.coded,  # vectors are read to find damage
     }
-    given = numbers(**place.given, **rules, GROUP=group, ROWS=tokens * group + SPARE_ROWS, SPLITS=count)
+    given = numbers(**place.given, **rules, GROUP=group, ROWS=height(tokens, group), SPLITS=count)
     sizes: dict[str, Any]
     if single:
         kernel = kernels.library(source.attend_rows(place.format, group, fits)).attend_rows
@@ -145,6 +145,7 @@ def _prepare_reader(
     return count, read
 
 
-def _simds(rows: int) -> int:
-    """Simdgroups that share expanded codes: as many as have rows, 8 each."""
-    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+def _simds(rows: int, most: int) -> int:
+    """Simdgroups that share expanded codes: as many as have rows, 8 each. For a single query eight, so that keys are
+    read once for up to 64 heads."""
+    return min(most, next((n for n in (1, 2, 4) if rows <= 8 * n), 8))

@@ -120,7 +120,7 @@ def tiles(format: Format, simds: int, fits: Fits) -> tuple[TileLoads, TileLoads]
         expanded = 4 * BLOCK * (max(key.chunk, value.chunk) + 4)
         others = simds * 4 * (8 * BLOCK + 64) + 5 * 4 * BLOCK + 4  # scores, diagonals, factors and places of keys
         staged = PIECE * max(1, key.pieces, value.pieces)
-        if most <= (128 if simds == 4 else 64) and expanded + others + staged <= GROUP_BYTES - PIECE:
+        if most <= (128 if simds >= 4 else 64) and expanded + others + staged <= GROUP_BYTES - PIECE:
             return key, value
     raise AssertionError(f"no threadgroup memory for {format}")
 

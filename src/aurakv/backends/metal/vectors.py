@@ -9,8 +9,6 @@ from ...format.codec import Codec, Codes
 from . import source
 from .kernels import Kernels, aligned_codes, by_rows, encoder, numbers, optional, per_vector, strides
 
-SPARE_ROWS = 32  # behind the queries of a KV head: tiles read whole
-
 
 def encode(kernels: Kernels, x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor | None) -> Codes:
     rows = by_rows(x.reshape(-1, *x.shape[-2:]))
@@ -77,7 +75,7 @@ def turned_queries(
     """Queries [tokens, heads, dim] as attention reads them: R (q / factor) · multiplier, [kv_heads, rows, padded dim],
     where a row is token · group + head in the group; and their products with the offset [kv_heads, rows]."""
     tokens, heads, _ = q.shape
-    rows = tokens * group + SPARE_ROWS
+    rows = height(tokens, group)
     turned = torch.empty(heads // group, rows, padded(codec), dtype=torch.float32, device=q.device)
     bias = torch.empty(heads // group, rows, dtype=torch.float32, device=q.device)
     given = {"HEADS": heads, "GROUP": group, "ROWS": rows, "HAS_OFFSET": offset is not None}
@@ -86,6 +84,11 @@ def turned_queries(
     given_list = numbers(**strides(q), **given, HAS_FACTOR=factor is not None)
     per_vector(kernel, tensors, given_list, tokens * heads, multiplier)
     return turned, bias
+
+
+def height(tokens: int, group: int) -> int:
+    """Rows of a KV head: its queries, and as many behind them as a tile of `attend_tiles` may read beyond the last."""
+    return tokens * group + (64 if group > 32 else 32)
 
 
 def padded(codec: Codec) -> int:
