@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import inspect
 import re
 from pathlib import Path
@@ -59,6 +60,16 @@ def test_attention_is_right_in_any_order_of_threads(heads, tokens, splits):
     got = attend(SOURCE, data, splits)
     assert abs(got - expected(*data)).max() < 2e-5
     assert np.array_equal(got, attend(SOURCE, data, splits, backwards=True))
+
+
+def test_python_threads_launch_one_after_the_other():
+    """Whatever they launch, one library or several."""
+    data, source = inputs(1, 40), SOURCE + "// for threads\n"
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda i: attend(source + "\n" * (i % 2), data), range(12)))
+    for got in found:
+        assert np.array_equal(got, found[0])
+    assert abs(found[0] - expected(*data)).max() < 2e-5
 
 
 BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);"

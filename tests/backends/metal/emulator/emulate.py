@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ SIZES = {
     "char": 1, "uchar": 1, "bool": 1, "short": 2, "ushort": 2, "half": 2, "int": 4, "uint": 4, "float": 4, "long": 8,
     "ulong": 8,
 }  # fmt: skip
+ALONE = threading.RLock()  # one compiler or launch at a time: fibers and marks are a library's, not a thread's
 MOST_BYTES = 4096  # of a list or number: Metal copies them into the command
 FLAGS = [
     "-std=c++14", "-Werror=vla", "-Werror=c++17-extensions", "-O1", "-g1", "-fPIC", "-ffp-contract=off",
@@ -214,7 +216,8 @@ class Function:
             raise EmulationError(f"{self._kernel.name}: an error buffer is not emulated")
         if arg_casts is not None and not isinstance(arg_casts, (str, dict)):
             raise EmulationError(f"{self._kernel.name}: arg_casts is a name or a dict of names, got {arg_casts!r}")
-        self._library._launch(self._kernel, args, threads, group_size, arg_casts)
+        with ALONE:
+            self._library._launch(self._kernel, args, threads, group_size, arg_casts)
 
 
 def _tensor(where: str, x: torch.Tensor) -> tuple[int, int, int]:
@@ -263,6 +266,9 @@ def _sizes(name: str, threads: Any, group_size: Any, most: int) -> tuple[Any, An
     return tuple((ctypes.c_uint * 3)(*(*size, 1, 1)[:3]) for size in (grid, group))
 
 
-@functools.cache
 def compile_shader(source: str, backwards: bool = False) -> Library:
-    return Library(source, backwards)
+    with ALONE:
+        return _compiled(source, backwards)
+
+
+_compiled = functools.cache(Library)
