@@ -30,6 +30,16 @@ def tolerance(backend, dtype):
     return max(backends.fast_error(backend), 4 * torch.finfo(dtype).eps, 1e-5)
 
 
+def on_cpu(codes):
+    return kv.Codes(codes.data.cpu(), None if codes.scale is None else codes.scale.cpu())
+
+
+def in_float64(codes, codec, offset):
+    """On the CPU: an Apple GPU has no float64."""
+    moved = None if offset is None else offset.cpu()
+    return kv.decode(on_cpu(codes), codec, moved, dtype=torch.float64, backend="reference")
+
+
 @pytest.mark.parametrize("bits", [*CODE_BITS, 16])
 @pytest.mark.parametrize("dim", [64, 80, 112, 128, 192, 576])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,7 +51,7 @@ def test_encode_and_decode(backend, device, bits, dim, dtype):
         on = [None if t is None else t.to(device) for t in (x, offset)]
         codes = kv.encode(on[0], codec, on[1], backend=backend)
         check_codes(codes, x, codec, offset)
-        stored = kv.Codes(codes.data.cpu(), None if codes.scale is None else codes.scale.cpu())
+        stored = on_cpu(codes)
         for rotated in (False, True):
             got = kv.decode(codes, codec, on[1], rotated=rotated, dtype=dtype, backend=backend).cpu()
             wanted = reference.decode(stored, codec, offset, rotated, torch.float64)
@@ -58,7 +68,7 @@ def test_scores(backend, device, bits, heads, kv_heads, dim):
     keys = kv.encode(rand(77, kv_heads, dim, seed=2).to(device), codec, offset, backend=backend)
     q = rand(5, heads, dim, seed=3)
     got = ops.scores(q.to(device), keys, codec, offset, backend=backend).cpu().double()
-    decoded = kv.decode(keys, codec, offset, dtype=torch.float64, backend="reference").cpu()
+    decoded = in_float64(keys, codec, offset)
     wanted = torch.einsum("thd,nhd->thn", q.double(), decoded.repeat_interleave(heads // kv_heads, 1))
     assert (got - wanted).norm() / wanted.norm() <= tolerance(backend, torch.float32)
 
@@ -72,7 +82,7 @@ def test_values_drop_exactly_what_is_below(backend, device, bits, threshold):
     weights = rand(3, 6, 60, seed=3).softmax(-1)
     weights[0, 0, 5] = threshold  # not below: stays
     got = ops.values(weights.to(device), stored, codec, offset, threshold=threshold, backend=backend).cpu().double()
-    decoded = kv.decode(stored, codec, offset, dtype=torch.float64, backend="reference").cpu()
+    decoded = in_float64(stored, codec, offset)
     kept = torch.where(weights < threshold, 0, weights).double()
     wanted = torch.einsum("thn,nhd->thd", kept, decoded.repeat_interleave(3, 1))
     assert (got - wanted).norm() / wanted.norm() <= tolerance(backend, torch.float32)
