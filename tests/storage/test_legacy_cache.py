@@ -15,9 +15,13 @@ LENGTH, CAPACITY, KV_HEADS, HEADS = 37, 40, 2, 4
 CODEBOOKS = {bits: np.linspace(-3, 3, 2**bits).astype(np.float32) for bits in (2, 3, 4, 5, 6, 8)}
 
 
-def torch_side(side):
+def torch_side(side, device="cpu"):
     packed = side.packed.view(np.int32) if side.packed.dtype == np.uint32 else side.packed
-    return torch.from_numpy(packed.copy()), torch.from_numpy(side.norms.copy())
+    return torch.from_numpy(packed.copy()).to(device), torch.from_numpy(side.norms.copy()).to(device)
+
+
+def on(device, q):
+    return torch.from_numpy(q).float()[None].to(device)
 
 
 def relative(got, want):
@@ -40,10 +44,10 @@ def aura(dim, key_bits, value_bits, length=LENGTH, capacity=CAPACITY, ring_start
     return *sides, rng.standard_normal((HEADS, dim))
 
 
-def read_aura(keys, values, length=LENGTH, **options):
+def read_aura(keys, values, length=LENGTH, device="cpu", **options):
     books = (torch.from_numpy(keys.codebook), torch.from_numpy(values.codebook))
     return legacy_cache.from_aura(
-        torch_side(keys), torch_side(values), books, length, head_dim=keys.dim, **options
+        torch_side(keys, device), torch_side(values, device), books, length, head_dim=keys.dim, **options
     ).cache
 
 
@@ -62,13 +66,13 @@ def turboquant(dim, length=LENGTH, capacity=CAPACITY, ring_start=0, blocks=1, un
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("bits", [(4, 2), (4, 4), (2, 3), (3, 6), (6, 8), (8, 5)])
-def test_aura(dim, bits, backend):
+def test_aura(dim, bits, backend, device):
     keys, values, q = aura(dim, *bits)
-    cache = read_aura(keys, values, backend=backend)
+    cache = read_aura(keys, values, device=device, backend=backend)
     scaled = q / np.sqrt(dim)
     want = oracle.attend(scaled, keys, values, LENGTH, 0, scale=1.0)
-    part = cache.attend(torch.from_numpy(scaled).float()[None], scoring=kv.Scoring(scale=1.0), precision="float32")
-    assert relative(part.out[0].numpy(), want) < 2e-5
+    part = cache.attend(on(device, scaled), scoring=kv.Scoring(scale=1.0), precision="float32")
+    assert relative(part.out[0].cpu().numpy(), want) < 2e-5
 
 
 @pytest.mark.parametrize("window", [0, 1, 9, 40, 100])
@@ -88,25 +92,24 @@ def test_aura_in_a_ring_with_sinks(ring_start, window):
 
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize(("ring_start", "window", "softcap"), [(0, 0, 0.0), (0, 11, 5.0), (23, 0, 0.0), (23, 11, 30.0)])
-def test_turboquant(dim, ring_start, window, softcap, backend):
+def test_turboquant(dim, ring_start, window, softcap, backend, device):
     length = CAPACITY if ring_start else LENGTH
     keys, values, q = turboquant(dim, length, ring_start=ring_start)
     scale = dim**-0.5
     rotated = oracle.attend(
         oracle.walsh_hadamard(q), keys, values, length, ring_start, scale=scale, window=window, softcap=softcap
     )
-    imported = legacy_cache.from_turboquant(
-        torch_side(keys), torch_side(values), length, head_dim=dim, ring_start=ring_start, backend=backend
-    )
+    sides = torch_side(keys, device), torch_side(values, device)
+    imported = legacy_cache.from_turboquant(*sides, length, head_dim=dim, ring_start=ring_start, backend=backend)
     assert imported.encoded_again == 0
     scoring = kv.Scoring(window=window or None, softcap=softcap or None)
-    part = imported.cache.attend(torch.from_numpy(q).float()[None], scoring=scoring, precision="float32")
-    assert relative(part.out[0].numpy(), oracle.walsh_hadamard(rotated)) < 2e-5
+    part = imported.cache.attend(on(device, q), scoring=scoring, precision="float32")
+    assert relative(part.out[0].cpu().numpy(), oracle.walsh_hadamard(rotated)) < 2e-5
     # queries that the caller has rotated and scaled, an output that the caller rotates back
-    ready = torch.from_numpy(oracle.walsh_hadamard(q) * scale).float()[None]
+    ready = on(device, oracle.walsh_hadamard(q) * scale)
     scoring = kv.Scoring(scale=1.0, window=window or None, softcap=softcap or None)
     part = kv.attend(ready, imported.cache.pages, scoring=scoring, precision="float32", rotated=True, backend=backend)
-    assert relative(part.out[0].numpy(), rotated) < 2e-5
+    assert relative(part.out[0].cpu().numpy(), rotated) < 2e-5
 
 
 @pytest.mark.parametrize("uneven", [False, True])
