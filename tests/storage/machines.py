@@ -349,12 +349,18 @@ class Machine(RuleBasedStateMachine):
                 continue
             tokens, dtype = model.tokens, side.cache.uncompressed.dtype
             keys, values = (
-                kv.Codes(c.data[tokens], c.scale if c.scale is None else c.scale[tokens]) for c in self.stored()
+                kv.Codes(c.data[tokens].cpu(), c.scale if c.scale is None else c.scale[tokens].cpu())
+                for c in self.stored()
             )
-            k = kv.decode(keys, self.format.key, self.key_offset, dtype=torch.float64, backend="reference")
-            v = kv.decode(values, self.format.value, self.value_offset, dtype=torch.float64, backend="reference")
-            uncompressed = [x[tokens].to(dtype).double() for x in (self.k, self.v)]
-            history = History(*(x.cpu() for x in (k, v, *uncompressed)))
+            offsets = (x if x is None else x.cpu() for x in (self.key_offset, self.value_offset))
+            k, v = (
+                kv.decode(codes, codec, offset, dtype=torch.float64, backend="reference")  # not on an Apple GPU
+                for codes, codec, offset in zip(
+                    (keys, values), (self.format.key, self.format.value), offsets, strict=True
+                )
+            )
+            uncompressed = [x[tokens].to(dtype).cpu().double() for x in (self.k, self.v)]
+            history = History(k, v, *uncompressed)
             truth, plain = (
                 attention(q[b - 1 : b].cpu(), len(tokens), history, rule, logits, t)
                 for t in (torch.float64, torch.float32)
