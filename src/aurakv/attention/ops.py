@@ -67,6 +67,8 @@ def decode(
     check_offset("offset", offset, codec, codes.data.shape[-2], codes.data.device)
     if dtype not in checks.FLOATS:
         raise InputError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
+    if dtype == torch.float64 and codes.data.device.type == "mps":
+        raise InputError(f"dtype must be float32, float16 or bfloat16 on an Apple GPU, got {dtype}")
     chosen = backends.select(backend, both_sides(codec), codes.data.device, dtype)
     if not codes.data.numel():
         return codes.data.new_empty((*codes.data.shape[:-1], codec.dim), dtype=dtype)

@@ -90,7 +90,7 @@ def why_not(
         instance("dtype", dtype, torch.dtype)
     chosen, where = _load(backend), torch.device(device)
     reason = chosen.why_not(format, where)
-    if reason is None and dtype == torch.float64 and not chosen.float64:
+    if reason is None and dtype == torch.float64 and not (chosen.float64 and where.type != "mps"):
         lacking = "an Apple GPU has no float64" if where.type == "mps" else "float64 arguments, too"
         reason = f"it computes in float32: {lacking}"
     return reason

@@ -284,7 +284,8 @@ def test_it_says_that_there_is_no_float64(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "compile_shader", lambda source: None, raising=False)
     assert kv.why_not("metal", None, "mps", torch.bfloat16) is None
-    assert kv.why_not("metal", None, "mps", torch.float64) == "it computes in float32: an Apple GPU has no float64"
+    for backend in ("metal", "reference"):
+        assert kv.why_not(backend, None, "mps", torch.float64) == "it computes in float32: an Apple GPU has no float64"
     assert backends._best.__wrapped__(None, torch.device("mps"), True).name == "reference"
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring, scoring_uncompressed
 from ...attention.step import Attention, Rows, Run, Step, written
-from ...errors import InputError
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
 from . import append, vectors
@@ -58,8 +57,6 @@ class Metal:
         return vectors.encode(self._kernels, _single(x), codec, offset, fit)
 
     def decode(self, codes: Codes, codec: Codec, offset: Tensor | None, rotated: bool, dtype: torch.dtype) -> Tensor:
-        if dtype == torch.float64 and codes.data.device.type == "mps":
-            raise InputError("an Apple GPU decodes to float32, float16 or bfloat16, got torch.float64")
         work = torch.float32 if dtype == torch.float64 else dtype
         return vectors.decode(self._kernels, codes, codec, offset, rotated, work).to(dtype)
 
