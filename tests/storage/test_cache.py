@@ -25,12 +25,12 @@ def tokens(n, seed=0):
     return rand(n, H, 64, seed=seed), rand(n, H, 64, seed=seed + 1)
 
 
-def make(kind, seqs=3, **options):
+def make(kind, seqs=3, device="cpu", **options):
     if kind == "contiguous":
-        return kv.KVCache.contiguous(FMT, seqs, H, **options)
+        return kv.KVCache.contiguous(FMT, seqs, H, device=device, **options)
     if kind == "ring":
-        return kv.KVCache.ring(FMT, seqs, H, window=40, sinks=3, page_size=16, rollback=8, **options)
-    return kv.KVCache.paged(kv.PagePool(FMT, 100, 16, H), seqs, **options)
+        return kv.KVCache.ring(FMT, seqs, H, window=40, sinks=3, device=device, page_size=16, rollback=8, **options)
+    return kv.KVCache.paged(kv.PagePool(FMT, 100, 16, H, device), seqs, **options)
 
 
 def held(cache, seq):
@@ -268,10 +268,12 @@ def test_uncompressed_tokens_survive_truncation_within_their_rollback():
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("length", [190, 150, 99, 40, 17, 3, 0])
-def test_recent_tokens_come_back_from_codes(kind, length, backend):
+def test_recent_tokens_come_back_from_codes(kind, length, backend, device):
     """The last ones as they were where they are still held, else as what their codes stand for."""
-    k, v = tokens(200)
-    cache = make(kind, seqs=2, backend=backend, uncompressed=Uncompressed(2, 10, torch.float32, rollback=0))
+    k, v = (x.to(device) for x in tokens(200))
+    cache = make(
+        kind, seqs=2, device=device, backend=backend, uncompressed=Uncompressed(2, 10, torch.float32, rollback=0)
+    )
     cache.append(k, v, [0, 200, 200])
     cache.fork(0, 1)
     before = cache.decode(0, query=200)
@@ -284,11 +286,11 @@ def test_recent_tokens_come_back_from_codes(kind, length, backend):
     assert same(cache.decode(0, query=200), before), "the sequence that it was forked from stays"
     for got, wanted, exact in zip(cache.decode(1, query=length), cache.decode(1), (k, v), strict=True):
         wanted[:2] = exact[:2][:length]
-        recent = torch.arange(max(0, length - 9), length)  # the query at this length is the tenth
+        recent = torch.arange(max(0, length - 9), length, device=device)  # the query at this length is the tenth
         kept = recent if not lost else recent[recent < 16]  # the first page of the ring always stays
         wanted[kept] = exact[kept]
         torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
-    new = tokens(2, seed=5)
+    new = [x.to(device) for x in tokens(2, seed=5)]
     cache.append(*new, [0, 1, 2])
     assert cache.lengths == [201, length + 1]
     for got, exact in zip(cache.decode(1, query=length + 1), new, strict=True):
