@@ -63,7 +63,7 @@ def test_transformers_take_it_through_attach(tokens):
     inputs = left_padded(2, tokens)
     ids, mask, cut = inputs["input_ids"], inputs["attention_mask"], [tokens - 4, 3, 1]
     with pretending():
-        model = made("llama")[1].to("mps")
+        model = copy.deepcopy(made("llama")[1]).to("mps")  # that one is shared by all tests
         there = ids.to("mps"), cut, mask.to("mps")
         got = logits(model, attach(model, "k4v4"), *there).cpu()
         want = logits(model, AuraCache(model.config, "k4v4", backend="reference"), *there).cpu()
