@@ -117,7 +117,7 @@ ENCODED = [
     (64, 8, "key", 16),
     (32, 5, "value", 16),
     (32, 3, "searched", 8),
-    (256, 4, "key", 8),
+    pytest.param(256, 4, "key", 8, marks=pytest.mark.full),
 ]
 encoded = pytest.mark.parametrize(("dim", "bits", "side", "vectors"), ENCODED)
 

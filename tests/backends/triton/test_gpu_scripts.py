@@ -52,6 +52,7 @@ def test_decode_times_only_what_the_kernel_serves():
             assert launch.why_not_format(Format.parse(name, args.dim)) is None, line
 
 
+@pytest.mark.full
 @pytest.mark.skipif(ptx.why_not() is not None or EMULATED, reason=f"{ptx.why_not() or 'this run is emulated'}")
 def test_what_is_timed_is_right_on_an_emulated_gpu(monkeypatch):
     """With every way, and with a threshold at which all tiles but the first drop out."""
