@@ -52,8 +52,10 @@ def name_folders(config: VllmConfig, switch: Switch) -> None:
         return
 
     def named(tier: dict[str, Any]) -> dict[str, Any]:
-        root = Path(tier.get("root_dir", _PREFIX))
-        return tier if root.name.startswith(_PREFIX) else {**tier, "root_dir": str(root / folder(config, switch))}
+        root = Path(tier["root_dir"]) if "root_dir" in tier else None
+        if root is None or root.name.startswith(_PREFIX):
+            return tier
+        return {**tier, "root_dir": str(root / folder(config, switch))}
 
     extra = config.kv_transfer_config.kv_connector_extra_config
     tiers = [named(tier) for tier in extra["secondary_tiers"]]
