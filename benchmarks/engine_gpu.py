@@ -262,7 +262,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(args.together) as pool:
         list(pool.map(lambda each: start(*each), waiting))
-    print(table(rows), flush=True)
+    print(table(measured(rows)), flush=True)
 
 
 def run(args: argparse.Namespace, cache: str, work: list[str], row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -293,11 +293,16 @@ def run(args: argparse.Namespace, cache: str, work: list[str], row: dict[str, An
 _saving = threading.Lock()
 
 
+def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those of caches that wait for their turn."""
+    return [row for row in rows if len(row) > len(KEY)]
+
+
 def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if args.json:
         command = " ".join(["python", *sys.argv])
         known = json.loads(args.json.read_text("utf-8")).get("commands", []) if args.json.exists() else []
-        made = {"commands": [*(each for each in known if each != command), command], "rows": rows}
+        made = {"commands": [*(each for each in known if each != command), command], "rows": measured(rows)}
         new = args.json.with_suffix(".new")
         new.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
         new.replace(args.json)  # whole, whenever this is ended
