@@ -20,12 +20,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FILES = ("load", "operators", "models", "host_memory", "sleep", "engine", "beginnings", "prefill", "layer", "warmup")
+FILES = (
+    "load",
+    "operators",
+    "models",
+    "host_memory",
+    "sleep",
+    "engine",
+    "beginnings",
+    "recent",
+    "prefill",
+    "layer",
+    "warmup",
+)
 # what needs no engine, or is skipped on one GPU: one process for each file
 TOGETHER = (
-    "test_beginnings", "test_prefill", "test_layer", "test_warmup", "refused", "is_allowed", "found_by_format",
-    "sixteen_bits", "eight_bits", "shipped_policy", "a_format_is_calibrated", "depends_on_the_batch", "needs_a_gpu",
-    "transformers_sees", "nothing_of_ours", "parallel", "policy_of_another", "without_the_switch",
+    "test_beginnings", "test_recent.py", "test_prefill", "test_layer", "test_warmup", "refused", "is_allowed",
+    "found_by_format", "sixteen_bits", "eight_bits", "shipped_policy", "a_format_is_calibrated",
+    "depends_on_the_batch", "needs_a_gpu", "transformers_sees", "nothing_of_ours", "parallel", "policy_of_another",
+    "without_the_switch",
 )  # fmt: skip
 LONGEST = ("drafts_change_nothing", "many_requests", "lengths_from", "every_mode", "on_disk_are_found_by_another",
            "come_back_from", "adapters", "delta_nets", "mamba", "pictures")  # started first  # fmt: skip

@@ -1,6 +1,6 @@
 """One format, two doors: what transformers and vLLM say with the same calibration, beside the uncompressed model.
 
-    python benchmarks/quality/doors.py MODEL --text lcet10.txt --tokens 4096 --formats k4v4,k8v8 --json doors.json
+    python benchmarks/quality/doors.py MODEL --text lcet10.txt --formats k4v4,recent16:k3v3 --json doors.json
 
 MODEL is a folder in the layout of transformers, or smollm2. Both doors store keys by the calibration that is kept for
 the model; where there is none it is made first, as `aurakv calibrate` makes it. A text is read once, teacher-forced: in
@@ -88,12 +88,15 @@ def in_transformers(work: Work) -> Said:
 def policy_of(work: Work) -> Any:
     """What vLLM makes of the kept calibration, for transformers."""
     from aurakv.calibration.policy import FIRST, Policy
+    from aurakv.format.names import recent_and_name
 
     kept = calibration_of(work.model)
-    plain = work.format.startswith(PLAIN)
-    layers = kept.chosen(work.format.removeprefix(PLAIN), plain).layers
+    recent, format = recent_and_name(work.format)
+    plain = format.startswith(PLAIN)
+    layers = kept.chosen(format.removeprefix(PLAIN), plain).layers
     heads, dim = next(iter(kept.layers.values())).key_scale.shape
-    return Policy(heads, dim, tuple(layers[number] for number in sorted(layers)), first=0 if plain else FIRST)
+    own = tuple(layers[number] for number in sorted(layers))
+    return Policy(heads, dim, own, first=0 if plain else FIRST, recent=recent or 0)
 
 
 def in_vllm(work: Work) -> Said:

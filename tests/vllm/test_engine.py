@@ -187,6 +187,28 @@ def biased_model(folder: Path) -> Path:
     return folder
 
 
+@cpu_only
+def test_recent_tokens_take_most_of_the_loss_away(model: Path, expected: list[int]) -> None:
+    """Prompts too, wherever they are cut: 160 tokens of a step end in the middle of a group."""
+    assert equal_predictions(model, "recent16:k3v3", expected) >= 930  # k3v3: 818
+    with engine(model, "recent16:k2v2", enable_prefix_caching=True) as ours:
+        alone = [token_ids(ours, [prompt], 48)[0] for prompt in BEGINNINGS]
+        assert wrong(token_ids(ours, list(BEGINNINGS), 48), alone) == []
+        assert wrong(token_ids(ours, list(BEGINNINGS), 48), alone) == [], "found in the prefix cache"
+    with engine(model, "recent16:k2v2", max_num_batched_tokens=160) as ours:
+        assert wrong(token_ids(ours, list(BEGINNINGS), 48), alone) == []
+
+
+@pytest.mark.skipif(not GPU, reason="a GPU's kernels are tested")
+def test_recent_tokens_of_decodes(llama: Path) -> None:
+    """In captured graphs, whatever a step holds."""
+    found = []
+    for switch in (None, "recent16:k8v8"):
+        with engine(llama, switch, skip_tokenizer_init=True) as llm:
+            found.append(token_ids(llm, random_prompts(), 150, detokenize=False))
+    assert wrong(found[1], found[0]) == []
+
+
 def test_what_a_model_would_not_survive_is_refused(tmp_path: Path) -> None:
     folder = biased_model(tmp_path / "biased")
     with (
@@ -239,7 +261,9 @@ def steady_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cpu_only
 @pytest.mark.usefixtures("steady_products")
-@pytest.mark.parametrize(("kind", "count", "switch"), [("random", 200, "k8v8"), ("real", 48, "k4v4")])
+@pytest.mark.parametrize(
+    ("kind", "count", "switch"), [("random", 200, "k8v8"), ("real", 48, "k4v4"), ("random", 100, "recent16:k5v2")]
+)
 def test_no_answer_depends_on_the_batch(model: Path, llama: Path, kind: str, count: int, switch: str) -> None:
     """More requests than the memory holds, with prefix caching and preemption; then each alone. No block is lost."""
     real = kind == "real"

@@ -328,7 +328,24 @@ def test_plan_of_a_policy(tmp_path: Path) -> None:
     Policy(4, DIM, layers, first=4, recent=32).save(tmp_path / "recent.json")
     recent = Switch.parse({"aurakv": str(tmp_path / "recent.json")})
     assert recent is not None
-    assert "first 4 and most recent 32 tokens uncompressed" in str(recent.note)
+    assert (recent.first, recent.recent, recent.note) == (4, 32, None)
+    fewer = Switch.parse({"aurakv": f"recent16:{tmp_path / 'recent.json'}"})
+    assert fewer is not None
+    assert (fewer.first, fewer.recent) == (4, 16)
+    Policy(4, DIM, layers, first=20).save(tmp_path / "long.json")
+    long = Switch.parse({"aurakv": str(tmp_path / "long.json")})
+    assert long is not None
+    assert long.first == 16
+    assert "keeps its first 20 tokens uncompressed" in str(long.note)
+
+
+def test_recent_tokens_of_a_format() -> None:
+    for given, recent in (("k4v4", 0), ("recent16:k4v4", 16), ("recent0:k4v4", 0), ("recent8:plain:k4v4", 8)):
+        switch = Switch.parse({"aurakv": given})
+        assert switch is not None
+        assert (switch.format, switch.recent, switch.plain) == ("k4v4", recent, "plain" in given)
+    with pytest.raises(InputError, match="a format name is"):
+        Switch.parse({"aurakv": "recent:k4v4"})
 
 
 def test_a_policy_that_was_written_again_is_read_again(tmp_path: Path) -> None:
@@ -420,6 +437,6 @@ def test_what_graphs_read_outlives_the_tables_it_was_made_for(monkeypatch: pytes
         pages = layer.pages(blocks, batch)
         assert pages.key_offset is not None
         assert pages.key_offset.device == meta
-        seen.append((pages.key_offset, pages.value_offset, layer._pages(blocks, batch)[1]))
-    assert len(memory.pages) <= 3
+        seen.append((pages.key_offset, pages.value_offset, layer._stored(blocks, batch).key_scale))
+    assert len(memory.stored) <= 3
     assert all(mine is first for each in seen for mine, first in zip(each, seen[0], strict=True))

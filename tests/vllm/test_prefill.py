@@ -11,7 +11,7 @@ from torch import Tensor
 
 import aurakv as kv
 from aurakv.attention import ops
-from aurakv.attention.step import FirstTokens, Rows
+from aurakv.attention.step import Copies, Rows
 from aurakv.calibration.key_scale import scaled_keys
 from aurakv.calibration.policy import LayerPolicy
 from aurakv.storage.pages import Pages
@@ -176,11 +176,11 @@ def decode_all(
 
 
 def append_later(
-    pages: Pages, k: Tensor, v: Tensor, rows: Rows, key_scale: Tensor | None, counted: bool, first: FirstTokens | None
+    pages: Pages, k: Tensor, v: Tensor, rows: Rows, key_scale: Tensor | None, counted: bool, *copies: Copies | None
 ) -> Callable[..., None]:
     def append(k: Tensor, v: Tensor) -> None:
         assert counted
-        assert first is None
+        assert copies == (None, None)
         pages.lengths.sub_(rows.starts.diff())
         ops.append(pages, scaled_keys(k, key_scale), v, rows.starts.tolist())
 

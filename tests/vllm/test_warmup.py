@@ -15,9 +15,11 @@ import aurakv as kv
 from aurakv import backends
 from aurakv.attention.step import Rows
 from aurakv.calibration.policy import LayerPolicy
-from aurakv.vllm.beginnings import Beginnings, Entries
+from aurakv.vllm.beginnings import Beginnings, Entries, entries_for
 from aurakv.vllm.layer import Batch, Layer, Memory
 from aurakv.vllm.prefill import Prefill, find_prompts, most_rows
+from aurakv.vllm.recent import SPARE
+from aurakv.vllm.recent_gpu import RecentOnGpu
 from aurakv.vllm.warmup import Limits, WarmUp, shape_of
 
 if importlib.util.find_spec("triton") is None:
@@ -50,6 +52,7 @@ class Case(NamedTuple):
     flash: bool = True  # whether prompts are unpacked for flash attention
     changed: bool = False  # key scales and offsets
     first: bool = False  # uncompressed first tokens
+    recent: int = 0  # uncompressed recent tokens: of a group
     weight: bool = False  # fitted keys
     dtype: torch.dtype = torch.bfloat16
     capability: tuple[int, int] = (9, 0)
@@ -71,6 +74,9 @@ CASES = {
     "calibrated-dim-512": Case("k8v8", dim=512, heads=(8, 1), changed=True, first=True),
     "changed": Case("k8v4", changed=True),
     "fitted": Case(changed=True, first=True, weight=True),
+    "recent": Case(changed=True, first=True, recent=64),
+    "recent-8.0": Case("k3v3", changed=True, recent=64, capability=(8, 0), limits=LIMITS._replace(page_size=16)),
+    "recent-drafts": Case(changed=True, first=True, recent=32, limits=LIMITS._replace(rows=4)),
     "float16": Case("k5v4", changed=True, first=True, dtype=torch.float16),
     "one-head": Case("k3v3", heads=(7, 1), changed=True, first=True),
     "window": Case(dim=64, heads=(16, 2), scoring=kv.Scoring(window=128)),
@@ -115,11 +121,16 @@ def make_layer(case: Case) -> Layer:
     numbers = torch.rand(kv_heads, case.dim) + 0.1
     changes = {"key_offset": numbers, "key_scale": numbers} if case.changed else {}
     policy = LayerPolicy(case.format, **changes, key_weight=numbers if case.weight else None)
+
+    def entries(tokens: int, count: int) -> Entries:
+        return Entries.for_pages(format, tokens, count, kv_heads, case.dtype, CPU)
+
     return Layer(
         format,
         case.scoring,
         policy=policy,
-        beginnings=Entries.for_pages(format, 4, case.limits.seqs, kv_heads, case.dtype, CPU) if case.first else None,
+        beginnings=entries(4, entries_for(case.limits.seqs)) if case.first else None,
+        recent=entries(case.recent, entries_for(case.limits.seqs, SPARE)) if case.recent else None,
         prefill=Prefill(NoFlash(), lambda: (scratch, scratch)) if case.flash else None,
     )
 
@@ -147,8 +158,11 @@ class Engine:
     def __init__(self, case: Case, layer: Layer) -> None:
         limits, (heads, kv_heads) = case.limits, case.heads
         self.case, self.layer, self.memory = case, layer, Memory(CPU)
+        self.settles = True  # as the last layer does
         if case.first:
             self.memory.beginnings = Beginnings(4, limits.seqs, CPU)
+        if case.recent:
+            self.memory.recent = RecentOnGpu(case.recent, limits.seqs, CPU)
         self.short = most_rows(heads // kv_heads, case.dim, limits.rows)
         size = layer.format.bytes_per_token
         block = kv_heads * (limits.page_size * size + case.padding)
@@ -173,9 +187,10 @@ class Engine:
             prompts = find_prompts(starts.tolist(), lengths, self.short + 1)
         where = Rows(starts, single=single and tokens == seqs)
         batch = Batch(tokens, where, torch.tensor(lengths).int(), self.tables[:seqs], self.memory, prompts)
-        if self.memory.beginnings is not None:
-            pages = self.layer.pages(self.blocks, batch)
-            self.memory.beginnings.find(batch.table, batch.lengths, where, pages)
+        for each in (self.memory.beginnings, self.memory.recent):
+            if each is not None:
+                each.layer = self.layer if self.settles else None
+                each.find(batch.table, batch.lengths, where, self.layer.pages(self.blocks, batch))
         q, k, v = self.fused[:tokens].split([self.case.heads[0], *[self.case.heads[1]] * 2], 1)
         new = (None, None) if shares else (k, v)
         batch.seen = True  # the host does not look at what is on a GPU
@@ -206,6 +221,7 @@ def test_every_kernel_is_warmed_up(case: str) -> None:
     assert ("unpack_kernel" in kernels) == given.flash
     assert "append_kernel" in kernels
     assert ("find_kernel" in kernels) == ("place_kernel" in kernels) == given.first
+    assert ("find_recent_kernel" in kernels) == (given.recent > 0)
     assert ("extend_kernel" in kernels or "extend_warps_kernel" in kernels) == (not given.flash)
     assert len(warm) <= (50 if given.flash else 60), sorted(key[1] for key in warm)  # without it prompts take all
 
@@ -230,12 +246,13 @@ class Work(TorchDispatchMode):
 @pytest.mark.parametrize(
     "case",
     ["plain", "calibrated", "calibrated-8.0", "calibrated-blocks-16", "calibrated-drafts", "drafts", "fitted", "window",
-     "padded-blocks"],
+     "padded-blocks", "recent", "recent-8.0", "recent-drafts"],
 )  # fmt: skip
 def test_a_decode_of_a_layer_is_three_launches(case: str) -> None:
-    """And nothing of torch's. Which entries the first tokens have is found once for all layers."""
+    """And nothing of torch's. Which entries uncompressed tokens have is found, and settled, once for all layers."""
     given, names = CASES[case], []
     engine = Engine(given, make_layer(given))
+    engine.settles = False
     k = given.limits.rows
     batches = [([1] * 32, [8192] * 32), ([1], [3]), ([1, 1, 0, 0], [700, 5, 0, 0])]  # the last two pad a batch
     batches += [([k] * 16, [8192] * 16), ([k, 1, k - 1, 0], [90, 1, k + 3, 0])] if k > 1 else []
@@ -246,6 +263,8 @@ def test_a_decode_of_a_layer_is_three_launches(case: str) -> None:
                 engine.step(rows, lengths, before=work.names.clear)
         if given.first:
             assert names.pop(0) == "find_kernel"
+        if given.recent:
+            assert names.pop(0) == "find_recent_kernel"
         alone = given.scoring.window is not None  # a window of few tiles needs no merge
         assert names == ["append_kernel", "decode_attention", *([] if alone else ["merge_pieces"])], (rows, names)
         assert work.names == [], rows

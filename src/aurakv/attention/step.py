@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..calibration.key_scale import scaled_keys, scaled_queries
@@ -39,18 +41,21 @@ class Attention:
         return self.pages.lengths if self.ends is None else self.ends
 
 
-class FirstTokens(NamedTuple):
-    """Where a step stores first tokens of sequences a second time, at 16 bits, while it appends them."""
+class Copies(NamedTuple):
+    """Where a step stores some of the new tokens a second time, at 16 bits, while it appends them."""
 
     pages: Pages  # one page a sequence; its lengths are how many lie there after the step
     before: Tensor  # [seqs] int32: and before it; at least as many where none are new
+    last: bool = False  # they are the last new rows of their sequences, not the first ones
 
     def store(self, k: Tensor, v: Tensor, key_scale: Tensor | None, starts: Tensor) -> None:
         """The new ones among k and v. Waits for the device: for backends whose append does not do this."""
         counts, slots = self.pages.lengths.tolist(), self.pages.table[:, 0].tolist()
         keys, values = self.pages.vectors()
-        for row, old, count, slot in zip(starts.tolist(), self.before.tolist(), counts, slots, strict=False):
+        bounds = itertools.pairwise(starts.tolist())
+        for (row, end), old, count, slot in zip(bounds, self.before.tolist(), counts, slots, strict=False):
             if old < count:
+                row = end - (count - old) if self.last else row
                 new = slice(row, row + count - old)
                 keys[slot, :, old:count] = scaled_keys(k[new], key_scale).transpose(0, 1).to(keys.dtype)
                 values[slot, :, old:count] = v[new].transpose(0, 1).to(values.dtype)
@@ -64,14 +69,33 @@ class Step(Attention):
     uncompressed: Pages | None = None  # tokens that are stored a second time, at 16 bits
     uncompressed_too: bool = False  # whether the new tokens are appended there, too
     counted: bool = False  # whether the lengths count the new tokens already, as an engine's do; else they advance
-    first_tokens: FirstTokens | None = None  # where new tokens that are first ones are stored, too
+    first_tokens: Copies | None = None  # where new tokens that are first ones are stored, too
+    recent_tokens: Copies | None = None  # likewise, those that are the last ones
+    recent: Pages | None = None  # 16-bit vectors of the last tokens, all of which the one query of a sequence sees
+    coded: Pages | None = None  # the same pages, as far as queries then read their codes, and first tokens
+
+    def over_codes(self) -> Attention:
+        """Attention over the tokens that are read from their codes."""
+        if self.coded is None:
+            return self
+        return replace(self, pages=self.coded, ends=self.query_ends)
 
     def over_uncompressed(self) -> Attention | None:
         """Attention over the tokens that are stored a second time. Sinks count once, with the codes."""
-        if self.uncompressed is None:
+        pages = self.uncompressed
+        if pages is None:
             return None
+        if self.coded is not None:
+            pages = replace(pages, lengths=torch.minimum(pages.lengths, self.coded.lengths)).trust()
         scoring = scoring_uncompressed(self.scoring)
-        return Attention(self.uncompressed, self.rows, scoring, None, self.splits, self.precision, ends=self.query_ends)
+        return Attention(pages, self.rows, scoring, None, self.splits, self.precision, ends=self.query_ends)
+
+    def over_recent(self) -> Attention | None:
+        """Attention over the recent tokens, all of which are seen by the one query of their sequence."""
+        if self.recent is None:
+            return None
+        scoring = replace(self.scoring, first=0, recent=0, sinks=0)
+        return Attention(self.recent, self.rows, scoring, None, self.splits, self.precision)
 
 
 class Run(Protocol):
@@ -84,7 +108,8 @@ class Run(Protocol):
 
 def in_two_calls(backend: Any, step: Step) -> Run:
     """A step of a backend that appends and attends one after the other."""
-    pages, rows, factors, uncompressed = step.pages, step.rows, step.key_scale, step.over_uncompressed()
+    pages, rows, factors = step.pages, step.rows, step.key_scale
+    copies = [each for each in (step.first_tokens, step.recent_tokens) if each is not None]
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
         x = scaled_queries(q, factors)
@@ -92,13 +117,14 @@ def in_two_calls(backend: Any, step: Step) -> Run:
             if step.counted:
                 pages.lengths.sub_(rows.starts.diff())
             backend.append(pages, scaled_keys(k, factors), v, rows)
-            if step.first_tokens is not None:
-                step.first_tokens.store(k, v, factors, rows.starts)
+            for each in copies:
+                each.store(k, v, factors, rows.starts)
             if step.uncompressed is not None and step.uncompressed_too:
                 backend.append(step.uncompressed, scaled_keys(k, factors), v, rows)
-        part = backend.attend(x, step)
-        if uncompressed is not None:
-            part = join(part, backend.attend(x, uncompressed))
+        part = backend.attend(x, step.over_codes())
+        for other in (step.over_uncompressed(), step.over_recent()):
+            if other is not None:
+                part = join(part, backend.attend(x, other))
         return written(in_dtype(part, q.dtype), out)
 
     return run

@@ -20,7 +20,6 @@ DTYPES = ("f32", "f16", "bf16")  # of models, as names of formats spell them
 UNCOMPRESSED = "none"  # the format that is no format
 AUTO = "auto"  # the format that a cache chooses by itself
 PLAIN = "plain:"  # before a format: codes alone
-RECENT = "recent"  # and a number and a colon before a format or policy: so many recent tokens are uncompressed
 POLICIES = Path(__file__).parents[1] / "calibration" / "policies"
 MAX_THREADS = 1024  # far above it, OpenMP ends the process without a sentence
 
@@ -144,7 +143,7 @@ def check_formats(
     from ..format import names
 
     for given in formats:
-        name = given if RECENT not in others else recent_and_name(given)[1]
+        name = given if names.RECENT not in others else names.recent_and_name(given)[1]
         if name in others or (policies and name in shipped()):
             continue
         if policies and name.endswith(".json"):
@@ -161,12 +160,6 @@ def check_formats(
             for bits in map(int, (key, value)):
                 if bits not in names.BITS:
                     raise InputError(f"bits must be one of {list(names.BITS)}, got {bits}")
-
-
-def recent_and_name(given: str) -> tuple[int | None, str]:
-    """Of recent16:k3v3 both parts; None: nothing is said of recent tokens."""
-    match = re.fullmatch(rf"{RECENT}(\d{{1,6}}):(.+)", given, re.ASCII)
-    return (int(match[1]), match[2]) if match else (None, given)
 
 
 def shipped() -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AuraError, InputError, counted, cut
+from ..format.names import RECENT, recent_and_name
 from . import arguments, loading
 from .screen import Screen, up_to
 
@@ -72,7 +73,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    arguments.check_formats(args.formats, others=[arguments.AUTO, PLAIN, arguments.RECENT, *RIVALS])
+    arguments.check_formats(args.formats, others=[arguments.AUTO, PLAIN, RECENT, *RIVALS])
     if len(set(args.formats)) < len(args.formats):
         raise InputError(f"--formats must name each format once, got {cut(','.join(args.formats))}")
     if args.lengths is not None and not args.needle:
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
     makers: dict[str, Callable[[], Any]] = {}
     for name in names:
         with arguments.entry(name):
-            policy = Policy.find(arguments.recent_and_name(name)[1])
+            policy = Policy.find(recent_and_name(name)[1])
             makers[name] = maker(name, loaded.model.config, policy)
         if policy is not None:
             policies[name] = policy
@@ -155,7 +156,7 @@ def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], 
     from ..evaluation import rivals
     from ..hf import AuraCache
 
-    recent, format = arguments.recent_and_name(name)
+    recent, format = recent_and_name(name)
     if name in rivals.names():
         return lambda: rivals.make(name, config)  # what goes wrong in another library costs its row alone
     make: Callable[[], Any]

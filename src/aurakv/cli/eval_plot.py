@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.plot import COLOURS, GRID, INK, MUTED, RIVAL, figure
+from ..format.names import recent_and_name
 from . import arguments
 
 _KINDS = {  # of caches: colour, mark, what the legend says
@@ -56,7 +57,7 @@ def kind(name: str) -> str:
         return "rival"
     if name.startswith(arguments.PLAIN):
         return "plain"
-    if arguments.recent_and_name(name)[0]:
+    if recent_and_name(name)[0]:
         return "recent"
     return "format" if name[0] == "k" and name[1:2].isdigit() else "policy"
 
@@ -123,5 +124,5 @@ def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _short(name: str) -> str:
-    name = arguments.recent_and_name(name)[1].removeprefix(arguments.PLAIN)
+    name = recent_and_name(name)[1].removeprefix(arguments.PLAIN)
     return Path(name).stem if name.endswith(".json") else name.replace("turboquant_", "tq ")

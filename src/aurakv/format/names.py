@@ -11,6 +11,15 @@ BITS = (*CODE_BITS, 16)
 _NAME = r"k([1-9]\d?)(?:((?::[^:/]+)+)/|/?)v([1-9]\d?)((?::[^:/]+)*)"  # options of the key end with a slash
 
 
+RECENT = "recent"  # and a number and a colon before a format or policy: so many recent tokens are uncompressed
+
+
+def recent_and_name(given: str) -> tuple[int | None, str]:
+    """Of recent16:k3v3 both parts; None: nothing is said of recent tokens."""
+    match = re.fullmatch(rf"{RECENT}(\d{{1,6}}):(.+)", given, re.ASCII)
+    return (int(match[1]), match[2]) if match else (None, given)
+
+
 def parts(name: object) -> tuple[str, str, str, str]:
     """Bits and options of the key, bits and options of the value, as they are written."""
     match = re.fullmatch(_NAME, name, re.ASCII) if isinstance(name, str) else None

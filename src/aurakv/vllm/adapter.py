@@ -34,8 +34,9 @@ from ..format.codec import Format
 from . import VERSIONS, connectors
 from .adapter_builder import AuraBuilder
 from .adapter_cuda import make_prefill
-from .beginnings import Entries
+from .beginnings import Entries, entries_for
 from .layer import BLOCK_TOKENS, MOST_TOKENS, TOKENS, Batch, Layer
+from .recent import SPARE, group_size
 from .recurrent import attention_numbers
 from .switch import Switch
 
@@ -241,15 +242,28 @@ class AuraImpl(AttentionImpl):  # type: ignore[misc]
         alike = layer.head_size == layer.head_size_v and layer.dtype != torch.float64
         return self.sliding_window is None and self.scoring.softcap is None and alike
 
-    def give(self, layer: Attention, policy: LayerPolicy, first: int, seqs: int, device: torch.device) -> None:
+    def give(
+        self, layer: Attention, policy: LayerPolicy, first: int, recent: int, seqs: int, device: torch.device
+    ) -> None:
         """What this layer stores, once the model is loaded; seqs: that may run at once."""
         format = Format.parse(policy.format, (layer.head_size, layer.head_size_v), layer.dtype)
-        entries = None
-        if first and self.shares is None and self.keeps_first(layer) and (format.key.coded or format.value.coded):
-            entries = Entries.for_pages(format, first, seqs, self.num_kv_heads, layer.dtype, device)
+        entries = groups = None
+        options = self.num_kv_heads, layer.dtype, device
+        if self.shares is None and (format.key.coded or format.value.coded):
+            if first and self.keeps_first(layer):
+                entries = Entries.for_pages(format, first, entries_for(seqs), *options)
+            # on a GPU the launch that merges scores them, which knows neither windows nor soft caps
+            if recent and layer.dtype != torch.float64 and (not current_platform.is_cuda() or self.keeps_first(layer)):
+                groups = Entries.for_pages(format, group_size(recent), entries_for(seqs, SPARE), *options)
         prefill = make_prefill(self.config, format, self.scoring, self.sinks, self.num_kv_heads, layer.dtype)
         self.layer = Layer(
-            format, self.scoring, sink_logits=self.sinks, policy=policy, beginnings=entries, prefill=prefill
+            format,
+            self.scoring,
+            sink_logits=self.sinks,
+            policy=policy,
+            beginnings=entries,
+            recent=groups,
+            prefill=prefill,
         )
         self.layer.constants(device, self.num_kv_heads)  # now: what is made here outlives sleep
         layer.attn_backend = with_bytes(format.bytes_per_token)

@@ -12,10 +12,13 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ..attention.step import Rows
 from ..errors import InputError
+from ..storage.pages import Pages
 from .adapter_cuda import warm_up
 from .beginnings import Beginnings
 from .layer import Batch, Memory
 from .prefill import find_prompts, most_rows
+from .recent import Recent
+from .recent_gpu import RecentOnGpu
 
 
 class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -39,12 +42,20 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.memory = Memory(device)
         context = vllm_config.compilation_config.static_forward_context
+        seqs = vllm_config.scheduler_config.max_num_seqs
         self.with_entries = [name for name in layer_names if context[name].impl.layer.beginnings is not None]
         self.context = context
         if self.with_entries:
-            first = context[self.with_entries[-1]].impl.layer.beginnings.first
-            self.memory.beginnings = Beginnings(first, vllm_config.scheduler_config.max_num_seqs, device)
-        self.supports_draft_decode_metadata_update = not self.with_entries  # those of a draft model have none
+            first = context[self.with_entries[-1]].impl.layer.beginnings.tokens
+            self.memory.beginnings = Beginnings(first, seqs, device)
+            self.memory.beginnings.layer = context[self.with_entries[-1]].impl.layer
+        self.with_recent = [name for name in layer_names if context[name].impl.layer.recent is not None]
+        if self.with_recent:
+            group = context[self.with_recent[-1]].impl.layer.recent.tokens
+            self.memory.recent = RecentOnGpu(group, seqs, device) if current_platform.is_cuda() else Recent(group, seqs)
+            self.memory.recent.layer = context[self.with_recent[-1]].impl.layer
+        # those of a draft model have neither
+        self.supports_draft_decode_metadata_update = not self.with_entries and not self.with_recent
         self.least_rows: int | None = None  # of a sequence that is a prompt
         drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
         rows = 1 + drafts  # of a sequence that decodes
@@ -72,12 +83,16 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         if self.least_rows is not None and batch.max_query_len >= self.least_rows and known is not None:
             prompts = find_prompts(batch.query_start_loc_cpu.tolist(), known.tolist(), self.least_rows)
         made = Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory, prompts)
-        if self.memory.beginnings is not None:
-            last = self.context[self.with_entries[-1]]  # whose keys depend on everything that came before
-            if last.kv_cache.numel():
-                pages = last.impl.layer.pages(last.kv_cache, made)
-                self.memory.beginnings.find(made.table, made.lengths, rows, pages)
+        if self.memory.beginnings is not None and (pages := self._pages(self.with_entries, made)) is not None:
+            self.memory.beginnings.find(made.table, made.lengths, rows, pages)
+        if self.memory.recent is not None and (pages := self._pages(self.with_recent, made)) is not None:
+            made.cut = self.memory.recent.find(made.table, made.lengths, rows, pages)
         return made
+
+    def _pages(self, layers: list[str], batch: Batch) -> Pages | None:
+        """Of the last of some layers: its keys depend on everything that came before. None before there is memory."""
+        last = self.context[layers[-1]]
+        return last.impl.layer.pages(last.kv_cache, batch) if last.kv_cache.numel() else None
 
     def update_draft_decode_metadata(self, metadata: Batch) -> None:
         """Between the steps of a draft model: a batch is read from vLLM's own buffers, which have changed by then."""

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..attention import ops
-from ..attention.step import FirstTokens, Rows
+from ..attention.step import Copies, Rows
 from ..format.codec import Codec, Format
-from ..storage.pages import Pages
+from ..storage.pages import Pages, parts
 
 SPARE = 256  # entries for blocks of sequences that do not run, which an engine may find again
 _NONE = -1
@@ -33,17 +33,22 @@ class Entries(NamedTuple):
     """The buffer of one layer."""
 
     format: Format  # vectors of 16 bits
-    first: int  # tokens of an entry
+    tokens: int  # of an entry
     data: Tensor  # [entries, kv_heads, bytes]
 
     @classmethod
     def for_pages(
-        cls, format: Format, first: int, seqs: int, kv_heads: int, dtype: torch.dtype, device: torch.device
+        cls, format: Format, tokens: int, count: int, kv_heads: int, dtype: torch.dtype, device: torch.device
     ) -> Entries:
-        """For pages of a format, and at most so many sequences that run."""
+        """So many entries of so many tokens, for pages of a format."""
         uncompressed = Format(Codec(format.key.dim, 16, dtype=dtype), Codec(format.value.dim, 16, dtype=dtype))
-        size = entries_for(seqs), kv_heads, uncompressed.layout(first).bytes
-        return cls(uncompressed, first, torch.zeros(size, dtype=torch.uint8, device=device))
+        size = count, kv_heads, uncompressed.layout(tokens).bytes
+        return cls(uncompressed, tokens, torch.zeros(size, dtype=torch.uint8, device=device))
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [entries, kv_heads, tokens, dim]."""
+        keys, values = (part.data for part in parts(self.format, self.data, self.tokens))
+        return keys.view(self.format.key.dtype), values.view(self.format.value.dtype)
 
 
 class Beginnings:
@@ -53,6 +58,7 @@ class Beginnings:
         self.first, self.seqs, self.device = first, seqs, device
         self.entries = entries_for(seqs)
         self.step = 0
+        self.layer: object = None  # whose contents tell blocks apart: it settles
 
         def numbers(count: int, dtype: torch.dtype = torch.int32, value: int = 0) -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
@@ -92,14 +98,23 @@ class Beginnings:
         else:
             _Finder(self, pages).find(table[:, 0].tolist(), lengths.tolist(), rows.starts.tolist())
 
+    def settle(self, pages: Pages) -> None:
+        """Behind the append of a step: note what its blocks have, before they can change. pages: as for `find`."""
+        if self.on_gpu:
+            from ..backends.triton.append import beginnings
+
+            beginnings.settle(self.state, pages, self.first)
+        else:
+            _Finder(self, pages).settle()
+
     def entries_of(self, entries: Entries, seqs: int) -> Pages:
         """Those of a layer as pages, one for each sequence of a step."""
         slots, held = self.state["slots"][:seqs].view(seqs, 1), self.state["held"][:seqs]
-        return Pages(entries.format, self.first, entries.data, slots, held, self.state["pointer"]).trust()
+        return Pages(entries.format, entries.tokens, entries.data, slots, held, self.state["pointer"]).trust()
 
-    def first_tokens(self, entries: Pages) -> FirstTokens:
+    def first_tokens(self, entries: Pages) -> Copies:
         """Where a step stores the new ones among the first tokens."""
-        return FirstTokens(entries, self.state["before"][: entries.seqs])
+        return Copies(entries, self.state["before"][: entries.seqs])
 
     def restore(self, entries: Pages, pages: Pages) -> None:
         """On a CPU: decode what entries have lost from the codes of the layer, its pages. A GPU uses the codes."""
@@ -114,8 +129,16 @@ class Beginnings:
                     side[slot, :, :count] = ops.decode(codes, codec, offset, dtype=side.dtype).transpose(0, 1)
 
 
-def entries_for(seqs: int) -> int:
-    return seqs + min(seqs, SPARE)
+def entries_for(seqs: int, spare: int | None = None) -> int:
+    """Where at most so many sequences run."""
+    return seqs + min(seqs, SPARE if spare is None else spare)
+
+
+def first_codes(pages: Pages, block: int, begin: int, count: int) -> bytes:
+    """What tells blocks apart: the first bytes of the keys of some tokens, from a place in the block on. On a CPU."""
+    row = pages.format.key.row_bytes
+    at = pages.format.layout(pages.page_size).key_codes + begin * row
+    return pages.data[block, 0, at : at + count * row].view(count, row)[:, :8].numpy().tobytes()
 
 
 class _Finder:
@@ -129,9 +152,6 @@ class _Finder:
         entry_of, block_of, tag, used, filled = (
             self.state[name].numpy() for name in ("entry_of", "block_of", "tag", "used", "filled")
         )
-        for entry in range(self.entries):
-            if block_of[entry] >= 0 and filled[entry] >= self.first and tag[entry] == _NONE:
-                tag[entry] = self.tag_of(int(block_of[entry]))
         news = [b - a for a, b in itertools.pairwise(starts)]
         real = [(i, block, lengths[i], lengths[i] - news[i]) for i, block in enumerate(blocks) if lengths[i] > 0]
         for _, block, _, _ in real:
@@ -149,7 +169,7 @@ class _Finder:
                 filled[entry_of[block]], tag[entry_of[block]] = 0, _NONE
         for _, block, _, _ in real:
             entry = entry_of[block]
-            if tag[entry] not in (_NONE, self.tag_of(block)):
+            if tag[entry] != self.tag_of(block):
                 filled[entry], tag[entry] = 0, _NONE
         self.state["held"].zero_()
         self.state["coded"].zero_()
@@ -164,6 +184,11 @@ class _Finder:
                 self.state["before"][i] = old
                 filled[entry], tag[entry] = most, _NONE
 
+    def settle(self) -> None:
+        block_of, tag, filled = (self.state[name].numpy() for name in ("block_of", "tag", "filled"))
+        for entry in ((block_of >= 0) & (filled > 0) & (tag == _NONE)).nonzero()[0]:
+            tag[entry] = self.tag_of(int(block_of[entry]))
+
     def take(self, used: object) -> int:
         """The next entry in turn that no sequence of this step has."""
         pointer = self.state["pointer"]
@@ -174,7 +199,5 @@ class _Finder:
                 return entry
 
     def tag_of(self, block: int) -> int:
-        """What the first tokens of a block are, from the first 8 bytes of their keys."""
-        layout, row = self.pages.format.layout(self.pages.page_size), self.pages.format.key.row_bytes
-        begin = self.pages.data[block, 0, layout.key_codes : layout.key_codes + self.first * row]
-        return hash(begin.view(self.first, row)[:, :8].numpy().tobytes()) & 0x7FFFFFFFFFFFFFFF
+        """What the first tokens of a block are."""
+        return hash(first_codes(self.pages, block, 0, self.first)) & 0x7FFFFFFFFFFFFFFF

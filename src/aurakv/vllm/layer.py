@@ -10,13 +10,16 @@ from torch import Tensor
 
 from .. import backends
 from ..attention.scoring import Scoring
-from ..attention.step import FirstTokens, Rows, Step
+from ..attention.step import Copies, Rows, Step
 from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
 from ..storage.pages import Pages
 from .beginnings import Beginnings, Entries
+from .cut import Cut
 from .prefill import Prefill, Prompts
+from .recent import Recent
+from .recent_gpu import RecentOnGpu
 
 TOKENS = 16  # a block holds a multiple of this many tokens: then the parts of a page need no padding
 BLOCK_TOKENS = 64  # and best this many on a GPU: a tile of the decode kernel
@@ -30,8 +33,8 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.beginnings: Beginnings | None = None  # where the layers have some
-        # of each layer and table: pages, key scale, beginnings
-        self.pages: dict[tuple[object, ...], tuple[Pages, Tensor | None, Pages | None]] = {}
+        self.recent: Recent | RecentOnGpu | None = None  # likewise
+        self.stored: dict[tuple[object, ...], Stored] = {}  # of each layer and table
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Batch:
     table: Tensor  # [seqs, width] int32 block indices
     memory: Memory
     prompts: Prompts | None = None  # sequences at the end with many rows, where layers attend to these in their own way
+    cut: Cut | None = None  # the rows by groups of recent tokens, where layers keep these
     seen: bool = field(default=False, init=False)  # whether the host has looked at the contents
     _front: Batch | None = field(default=None, init=False)
 
@@ -76,6 +80,17 @@ class Batch:
         self.seen = True
 
 
+class Stored(NamedTuple):
+    """Where the tokens of a batch are that a layer stores."""
+
+    pages: Pages
+    key_scale: Tensor | None
+    first: Pages | None  # uncompressed first tokens
+    first_tokens: Copies | None  # where new ones among these go
+    recent_tokens: Copies | None  # likewise the last tokens, on a GPU
+    coded: Pages | None  # and the pages as far as codes are read where queries use them
+
+
 class Constants(NamedTuple):
     """What a policy says, on the device. Captured graphs keep these addresses."""
 
@@ -97,13 +112,15 @@ class Layer:
         sink_logits: Tensor | None = None,
         policy: LayerPolicy | None = None,
         beginnings: Entries | None = None,
+        recent: Entries | None = None,
         prefill: Prefill | None = None,
     ) -> None:
         self.format = format
         self.prefill = prefill
         self.scoring = scoring
         self.beginnings = beginnings
-        self.with_first = scoring if beginnings is None else replace(scoring, first=beginnings.first)
+        self.recent = recent
+        self.with_first = scoring if beginnings is None else replace(scoring, first=beginnings.tokens)
         self.sink_logits = sink_logits
         self.policy = policy or LayerPolicy(format.name)
         self._constants: dict[torch.device, Constants] = {}
@@ -114,55 +131,67 @@ class Layer:
         Without keys and values the layer reads those of an earlier one.
         blocks: [blocks, kv_heads, tokens, bytes of a token] uint8, the engine's memory; padding may follow each.
         """
-        pages, key_scale, entries = self._pages(blocks, batch)
+        stored = self._stored(blocks, batch)
+        pages = stored.pages
         if not batch.seen and blocks.device.type == "cpu":
             batch.look(pages)
-        n = batch.tokens
-        if n:
-            new = None if k is None else k[:n], None if v is None else v[:n]
-            prompts, runs = batch.prompts, None
-            if entries is not None and batch.memory.beginnings is not None:
-                batch.memory.beginnings.restore(entries, pages)
-            if self.prefill is not None and prompts is not None:
-                runs = self.prefill.plan(prompts, pages, self.scoring, batch.rows.starts)
-            if self.prefill is None or prompts is None or runs is None:
-                self._step(q[:n], *new, pages, key_scale, entries, batch, out[:n])
-                return
-            self.prefill.append(pages, *new, batch.rows, key_scale, _first_tokens(entries, batch))
-            if prompts.row:
-                front = batch.front(prompts)
-                self._step(q[: prompts.row], None, None, *self._pages(blocks, front), front, out[: prompts.row])
-            self.prefill.attend(q, pages, runs, self.scoring, self.sink_logits, key_scale, entries, out)
+        if batch.tokens:
+            self._forward(q, k, v, stored, blocks, batch, out)
+            for each in (batch.memory.beginnings, batch.memory.recent):
+                if each is not None and each.layer is self:
+                    each.settle(pages)
 
-    def _step(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, pages: Pages, key_scale: Tensor | None,
-        entries: Pages | None, batch: Batch, out: Tensor,
-    ) -> None:  # fmt: skip
-        first_tokens, beginnings = _first_tokens(entries, batch), batch.memory.beginnings
-        if not batch.rows.single and beginnings is not None and beginnings.on_gpu:
-            entries = None  # the kernels for many rows take the codes
-        scoring = self.scoring if entries is None else self.with_first
+    def _forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, stored: Stored, blocks: Tensor, batch: Batch, out: Tensor
+    ) -> None:
+        n, pages = batch.tokens, stored.pages
+        new = None if k is None else k[:n], None if v is None else v[:n]
+        prompts, runs = batch.prompts, None
+        if stored.first is not None and batch.memory.beginnings is not None:
+            batch.memory.beginnings.restore(stored.first, pages)
+        if self.prefill is not None and prompts is not None:
+            runs = self.prefill.plan(prompts, pages, self.scoring, batch.rows.starts)
+        if self.prefill is None or prompts is None or runs is None:
+            self._step(q[:n], *new, stored, batch, out[:n])
+            return
+        key_scale, copies = stored.key_scale, (stored.first_tokens, stored.recent_tokens)
+        self.prefill.append(pages, *new, batch.rows, key_scale, copies)
+        if prompts.row:
+            front = batch.front(prompts)
+            self._step(q[: prompts.row], None, None, self._stored(blocks, front), front, out[: prompts.row])
+        self.prefill.attend(q, pages, runs, self.scoring, self.sink_logits, key_scale, stored.first, out)
+
+    def _step(self, q: Tensor, k: Tensor | None, v: Tensor | None, stored: Stored, batch: Batch, out: Tensor) -> None:
+        first, recent, coded = stored.first, stored.recent_tokens, stored.coded
+        if not batch.rows.single:  # the kernels for many rows take the codes
+            beginnings, recent, coded = batch.memory.beginnings, None, None
+            first = None if beginnings is not None and beginnings.on_gpu else first
         step = Step(
-            pages,
+            stored.pages,
             batch.rows,
-            scoring,
+            self.scoring if first is None else self.with_first,
             self.sink_logits,
-            key_scale=key_scale,
-            uncompressed=entries,
+            key_scale=stored.key_scale,
+            uncompressed=first,
             counted=True,
-            first_tokens=first_tokens,
+            first_tokens=stored.first_tokens,
+            recent_tokens=stored.recent_tokens,
+            recent=None if recent is None else recent.pages,
+            coded=coded,
         )
+        if self.recent is not None and batch.cut is not None and k is not None and v is not None:
+            batch.cut.step(self.recent, step, q, k, v, out)
+            return
         backend = backends.select(None, self.format, q.device, q.dtype)
         backend.prepare_step(step, q, k, v)(q, k, v, out)
 
     def pages(self, blocks: Tensor, batch: Batch) -> Pages:
         """The engine's memory as pages."""
-        return self._pages(blocks, batch)[0]
+        return self._stored(blocks, batch).pages
 
-    def _pages(self, blocks: Tensor, batch: Batch) -> tuple[Pages, Tensor | None, Pages | None]:
-        """The engine's memory as pages, the key scale and the beginnings beside them. Made once per table: engines
-        reuse theirs."""
-        known, table, lengths = batch.memory.pages, batch.table, batch.lengths
+    def _stored(self, blocks: Tensor, batch: Batch) -> Stored:
+        """The engine's memory as pages, and what lies beside it. Made once per table: engines reuse theirs."""
+        known, table, lengths = batch.memory.stored, batch.table, batch.lengths
         key = (self, blocks.data_ptr(), blocks.shape[0], table.data_ptr(), *table.shape, lengths.data_ptr())
         found = known.get(key)
         if found is None:
@@ -183,14 +212,21 @@ class Layer:
                 value_fit=made.value_fit,
             ).trust()
             pages.check()
-            entries = None
-            if self.beginnings is not None and batch.memory.beginnings is not None:
-                entries = batch.memory.beginnings.entries_of(self.beginnings, lengths.shape[0])
-            found = pages, made.key_scale, entries
+            found = Stored(pages, made.key_scale, *self._beside(batch.memory, pages))
             if len(known) >= MAX_KNOWN:
                 known.clear()
             known[key] = found
         return found
+
+    def _beside(self, memory: Memory, pages: Pages) -> tuple[Pages | None, Copies | None, Copies | None, Pages | None]:
+        """What of the sequences of these pages is uncompressed."""
+        first = first_tokens = recent_tokens = coded = None
+        if self.beginnings is not None and memory.beginnings is not None:
+            first = memory.beginnings.entries_of(self.beginnings, pages.seqs)
+            first_tokens = memory.beginnings.first_tokens(first)
+        if self.recent is not None and isinstance(memory.recent, RecentOnGpu):
+            recent_tokens, coded = memory.recent.copies(self.recent, pages.seqs), memory.recent.coded(pages)
+        return first, first_tokens, recent_tokens, coded
 
     def constants(self, device: torch.device, kv_heads: int) -> Constants:
         """Made once, and kept as long as the layer: graphs read them when no table that they were made for is known
@@ -214,9 +250,3 @@ def _pieces(blocks: Tensor) -> Tensor:
     if stride % (16 * heads) or blocks.stride()[1:] != (tokens * size, size, 1):
         raise InputError(f"blocks of {heads} KV heads must be padded to a multiple of {16 * heads} bytes, got {stride}")
     return blocks.as_strided((count, heads, stride // heads), (stride, stride // heads, 1))
-
-
-def _first_tokens(entries: Pages | None, batch: Batch) -> FirstTokens | None:
-    if entries is None or batch.memory.beginnings is None:
-        return None
-    return batch.memory.beginnings.first_tokens(entries)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention.scoring import Scoring
-from ..attention.step import FirstTokens, Rows
+from ..attention.step import Copies, Rows
 from ..format.codec import Format
 from ..storage.pages import Pages
 
@@ -167,13 +167,13 @@ class Prefill:
 
     def append(
         self, pages: Pages, k: Tensor | None, v: Tensor | None, rows: Rows, key_scale: Tensor | None,
-        first_tokens: FirstTokens | None,
+        copies: tuple[Copies | None, Copies | None],
     ) -> None:  # fmt: skip
-        """All new tokens of a batch, if they come along; lengths count them already."""
+        """All new tokens of a batch, if they come along; lengths count them already. copies: first and recent ones."""
         from ..backends.triton.append.launch import prepare_append
 
         if k is not None and v is not None:
-            prepare_append(pages, k, v, rows, key_scale, True, first_tokens)(k=k, v=v)
+            prepare_append(pages, k, v, rows, key_scale, True, *copies)(k=k, v=v)
 
     def attend(
         self, q: Tensor, pages: Pages, runs: list[Run], scoring: Scoring, sink_logits: Tensor | None,

@@ -12,6 +12,7 @@ from ..calibration.calibration import DEFAULT
 from ..calibration.policy import FIRST, LayerPolicy, Policy
 from ..errors import InputError, short
 from ..format.codec import Format
+from ..format.names import recent_and_name
 
 KEY = "aurakv"  # of the switch: {"aurakv": "k4v4"}
 PLAIN = "plain:"
@@ -26,6 +27,7 @@ class Switch:
     format: str | None = None  # None: the default, with wider keys in layers that need them
     plain: bool = False  # codes without key offsets and key scales
     first: int = 0  # tokens of a sequence that stay uncompressed
+    recent: int = 0  # and so do about as many before each query
     policy: Policy | None = None
     note: str | None = None  # what of the policy is not served, in one sentence
 
@@ -59,19 +61,17 @@ class Switch:
 
 @functools.lru_cache(maxsize=8)  # every layer asks
 def _parse(given: str, stamp: tuple[int, ...]) -> Switch:
-    policy, note = Policy.find(given), None
+    recent, name = recent_and_name(given)
+    policy, note = Policy.find(name), None
     if policy is None:
-        format = given.removeprefix(PLAIN)
+        plain = name.startswith(PLAIN)
+        format = name.removeprefix(PLAIN)
         Format.parse(format, 64)
-        plain = given.startswith(PLAIN)
-        return Switch(given, format, plain, 0 if plain else FIRST)
-    if policy.recent or policy.first > MOST:
-        note = (
-            f"policy {given} keeps its first {policy.first} and most recent {policy.recent} tokens uncompressed; vLLM's"
-            f" blocks have no place for recent ones or for more than {MOST} first ones"
-        )
-    first = min(policy.first, MOST)
-    return Switch(f"policy {given}", first=first, policy=replace(policy, first=first, recent=0), note=note)
+        return Switch(given, format, plain, 0 if plain else FIRST, recent or 0)
+    if policy.first > MOST:
+        note = f"policy {name} keeps its first {policy.first} tokens uncompressed; in vLLM they are the first {MOST}"
+    first, recent = min(policy.first, MOST), policy.recent if recent is None else recent
+    return Switch(f"policy {name}", first=first, recent=recent, policy=replace(policy, first=first), note=note)
 
 
 def _stamp(given: str) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from ..attention.step import Rows
 from .beginnings import Beginnings
 from .layer import Batch, Layer, Memory
 from .prefill import Prefill, find_prompts, most_rows
+from .recent_gpu import RecentOnGpu
 
 
 class Limits(NamedTuple):
@@ -38,13 +39,13 @@ class Shape(NamedTuple):
     kv_heads: int
     dtype: torch.dtype
     scoring: Scoring
-    given: tuple[bool, ...]  # sink logits, offsets, key scale, key weight, another way for prompts, beginnings
+    given: tuple[bool, ...]  # sink logits, offsets, key scale, key weight, another way for prompts, uncompressed tokens
 
 
 def shape_of(layer: Layer, heads: int, kv_heads: int, dtype: torch.dtype) -> Shape:
     policy = layer.policy
     tensors = policy.key_offset, policy.value_offset, policy.key_scale, policy.key_weight
-    given = layer.sink_logits, *tensors, layer.prefill, layer.beginnings
+    given = layer.sink_logits, *tensors, layer.prefill, layer.beginnings, layer.recent
     return Shape(layer.format.name, heads, kv_heads, dtype, layer.scoring, tuple(x is not None for x in given))
 
 
@@ -70,15 +71,19 @@ class WarmUp:
         )
         memory, layer = Memory(device), copy.copy(self.layer)
         if layer.beginnings is not None:
-            memory.beginnings = Beginnings(layer.beginnings.first, limits.seqs, device)
+            memory.beginnings = Beginnings(layer.beginnings.tokens, limits.seqs, device)
+        if layer.recent is not None:
+            memory.recent = RecentOnGpu(layer.recent.tokens, limits.seqs, device)
         if layer.prefill is not None:
             layer.prefill = Prefill(_NoFlash(), layer.prefill.scratch)
         short = most_rows(shape.heads // shape.kv_heads, key, limits.rows)
         for seqs, tokens, prompt in batches(limits, short, layer.prefill is not None):
             table = numbers[: seqs * limits.width].view(seqs, limits.width)
             batch = _batch(seqs, tokens, prompt, limits, numbers, table, memory)
-            if memory.beginnings is not None:
-                memory.beginnings.find(table, batch.lengths, batch.rows, layer.pages(blocks, batch))
+            for each in (memory.beginnings, memory.recent):
+                if each is not None:
+                    each.layer = layer
+                    each.find(table, batch.lengths, batch.rows, layer.pages(blocks, batch))
             layer.forward(q[:tokens], k[:tokens], v[:tokens], blocks, batch, out[:tokens])
 
 

@@ -110,8 +110,9 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
     for name, layer in ours.items():
         source = layer.impl.shares or name
         policy = policies[extract_layer_index(source)] if source in own else draft
-        first = switch.first if source in own and not config.parallel_config.use_ubatching else 0  # one builder each
-        layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads), first, seqs, device)
+        # entries of uncompressed tokens belong to one builder, and a policy says nothing of a draft model
+        kept = (switch.first, switch.recent) if source in own and not config.parallel_config.use_ubatching else (0, 0)
+        layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads), *kept, seqs, device)
 
 
 def _measured(

@@ -9,7 +9,7 @@ import torch
 
 from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
-from aurakv.attention.step import FirstTokens, Rows
+from aurakv.attention.step import Copies, Rows
 from aurakv.calibration.policy import LayerPolicy
 from aurakv.format.codec import Codec, Format
 from aurakv.storage.pages import Pages, allocate
@@ -78,7 +78,7 @@ def make(name, dim, heads, counts, weights, single):
     held = torch.where(old == 7, 0, lengths.clamp(max=FIRST)).int()
     entries = Pages(vectors, FIRST, data, torch.tensor([[6], [2], [3], [0]], dtype=torch.int32), held, overflow)
     before = torch.where(old < FIRST, old, FIRST).int()
-    return pages, FirstTokens(entries, before), Rows(starts, single), torch.rand(heads, dim) + 0.5
+    return pages, Copies(entries, before), Rows(starts, single), torch.rand(heads, dim) + 0.5
 
 
 def check_append(name, dim, heads, counts, weights, single, scaled=True):
@@ -203,6 +203,9 @@ def test_emulated_find(name, dim):
                 row = format.key.row_bytes
                 data[each["block"], :, each["length"] * row : FIRST * row].random_()
                 each["length"] += draw.randint(1, new)
+            here.settle(pages)
+            Beginnings.settle(_OnGpu(there), pages)
+            assert torch.equal((here.state["tag"] < 0), (there.state["tag"] < 0))
     assert written > 10
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring, scoring_uncompressed
-from ...attention.step import Attention, Rows, Run, Step, written
+from ...attention.step import Attention, Rows, Run, Step, in_two_calls, written
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
 from . import append, vectors
@@ -95,6 +95,8 @@ class Metal:
     def prepare_step(self, step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
         """All kernels and numbers are chosen here. A decode takes six launches: room, keys, values, queries, attention
         and merge; with uncompressed tokens five more, and one merge for both."""
+        if step.recent_tokens is not None or step.recent is not None:
+            return in_two_calls(self, step)
         pages, rows, also = step.pages, step.rows, step.uncompressed
         factor = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
         appends = []

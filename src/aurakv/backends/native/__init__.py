@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...attention.partial import Partial
 from ...attention.scoring import Scoring
-from ...attention.step import Attention, Rows, Run, Step, written
+from ...attention.step import Attention, Rows, Run, Step, in_two_calls, written
 from ...errors import InputError
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
@@ -217,6 +217,8 @@ class Native:
     def prepare_step(self, step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
         """One call of the library for both. All is packed here but the addresses of the arguments, the only thing that
         changes between two tokens."""
+        if step.recent_tokens is not None or step.recent is not None:
+            return in_two_calls(self, step)
         pages, starts = step.pages, step.rows.starts.contiguous()
         factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
         x, append = abi.plain(q), None

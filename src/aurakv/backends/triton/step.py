@@ -14,23 +14,26 @@ from .append.launch import prepare_append
 
 def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
     """Of tensors that are not float64. A decode of single rows takes three launches: append, attend and merge."""
-    pages, rows, scoring, uncompressed = step.pages, step.rows, step.scoring, step.uncompressed
+    pages, rows, scoring, uncompressed, recent = step.pages, step.rows, step.scoring, step.uncompressed, step.recent
     factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
-    over_uncompressed = step.over_uncompressed()
     appends = []
     if k is not None and v is not None and k.shape[0]:
-        appends.append(prepare_append(pages, k, v, rows, factors, step.counted, step.first_tokens))
+        copies = step.first_tokens, step.recent_tokens
+        appends.append(prepare_append(pages, k, v, rows, factors, step.counted, *copies))
         if uncompressed is not None and step.uncompressed_too:
             appends.append(prepare_append(uncompressed, k, v, rows, factors))
     decode = dispatch.decode_path()
     alone = (
         decode is not None
         and decode.why_not_call(q, pages, scoring, step.precision) is None
-        and (uncompressed is None or (rows.single and decode.serves_uncompressed(q, pages, uncompressed, scoring)))
+        and all(
+            each is None or (rows.single and decode.serves_uncompressed(q, pages, each, scoring))
+            for each in (uncompressed, recent)
+        )
     )
     if alone:
         options = (step.query_ends, scoring, step.sink_logits, step.splits)
-        attend = decode.prepare(q, pages, rows, *options, uncompressed, factors)
+        attend = decode.prepare(q, step.over_codes().pages, rows, *options, uncompressed, factors, recent)
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
         if k is not None and v is not None:
@@ -41,9 +44,10 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
             part: Partial = attend(q, None, out if fits else None)
             return part if fits else written(part, out)
         x = scaled_queries(q, factors)
-        part = dispatch.attend(x, step)
-        if over_uncompressed is not None:
-            part = join(part, dispatch.attend(x, over_uncompressed))
+        part = dispatch.attend(x, step.over_codes())
+        for other in (step.over_uncompressed(), step.over_recent()):  # how far first ones go may change on the device
+            if other is not None:
+                part = join(part, dispatch.attend(x, other))
         return written(in_dtype(part, q.dtype), out)
 
     return run

@@ -18,20 +18,37 @@ NONE = tl.constexpr(-1)
 
 
 @triton.jit
+def key_word(p_row, WHOLE: tl.constexpr):
+    """The first 8 bytes of keys. WHOLE: these can be read at once; else two at a time, for rows of dims such as 80
+    begin at any even byte."""
+    if WHOLE:
+        return tl.load(p_row.to(tl.pointer_type(tl.int64)))
+    word = tl.load(p_row.to(tl.pointer_type(tl.int16))).to(tl.int64) & 0xFFFF
+    for i in tl.static_range(1, 4):
+        word |= (tl.load(p_row.to(tl.pointer_type(tl.int16)) + i).to(tl.int64) & 0xFFFF) << 16 * i
+    return word
+
+
+@triton.jit
 def tag_of(data, block, stride, offset, row_bytes, FIRST: tl.constexpr, WHOLE: tl.constexpr):
-    """A number that tells what the first tokens of blocks are, from the first 8 bytes of their keys. WHOLE: these can
-    be read at once; else two at a time, for rows of dims such as 80 begin at any even byte."""
+    """A number that tells what the first tokens of blocks are, from the first bytes of their keys."""
     tag = tl.zeros_like(block)
     for t in tl.static_range(FIRST):
-        p_row = data + block * stride + offset + t * row_bytes
-        if WHOLE:
-            word = tl.load(p_row.to(tl.pointer_type(tl.int64)))
-        else:
-            word = tl.zeros_like(block)
-            for i in tl.static_range(4):
-                word |= (tl.load(p_row.to(tl.pointer_type(tl.int16)) + i).to(tl.int64) & 0xFFFF) << 16 * i
-        tag = tag * 6364136223846793005 + word
+        tag = tag * 6364136223846793005 + key_word(data + block * stride + offset + t * row_bytes, WHOLE)
     return tag & 0x7FFFFFFFFFFFFFFF
+
+
+@triton.jit
+def settle_kernel(data, stride, offset, row_bytes, block_of, tag, filled, entries, FIRST: tl.constexpr,
+                  ENTRIES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Behind an append: note what blocks of entries have that were written."""
+    o_entry = tl.arange(0, ENTRIES)
+    m_entry = o_entry < entries
+    b_block = tl.load(block_of + o_entry, mask=m_entry, other=NONE)
+    written = m_entry & (b_block >= 0) & (tl.load(filled + o_entry, mask=m_entry, other=0) > 0)
+    written &= tl.load(tag + o_entry, mask=m_entry, other=0) == NONE
+    now = tag_of(data, tl.where(written, b_block, 0), stride, offset, row_bytes, FIRST, WHOLE)
+    tl.store(tag + o_entry, now, mask=written)
 
 
 @triton.jit(do_not_specialize=["seqs", "width", "step"])
@@ -41,12 +58,6 @@ def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_b
     """One program: every phase sees what the one before has written."""
     o_entry = tl.arange(0, ENTRIES)
     m_entry = o_entry < entries
-    b_block = tl.load(block_of + o_entry, mask=m_entry, other=NONE)
-    full = m_entry & (b_block >= 0) & (tl.load(filled + o_entry, mask=m_entry, other=0) >= FIRST)
-    settled = full & (tl.load(tag + o_entry, mask=m_entry, other=0) == NONE)
-    now = tag_of(data, tl.where(settled, b_block, 0), stride, offset, row_bytes, FIRST, WHOLE)
-    tl.store(tag + o_entry, now, mask=settled)
-
     o_seq = tl.arange(0, SEQS)
     m_seq = o_seq < seqs
     length = tl.load(lengths + o_seq, mask=m_seq, other=0)
@@ -82,8 +93,8 @@ def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_b
     tl.store(tag + entry, NONE, mask=fresh)
     tl.debug_barrier()
     known = tl.load(tag + entry, mask=real, other=NONE)
-    now = tag_of(data, tl.where(real & (known != NONE), block, 0), stride, offset, row_bytes, FIRST, WHOLE)
-    stale = real & (known != NONE) & (known != now)
+    now = tag_of(data, tl.where(real, block, 0), stride, offset, row_bytes, FIRST, WHOLE)
+    stale = real & (known != now)
     tl.store(filled + entry, 0, mask=stale)
     tl.debug_barrier()
     tl.store(tag + entry, NONE, mask=stale)
@@ -122,17 +133,31 @@ def place_kernel(slots, held, data, piece, values, begins, key_starts, key_scale
         tl.store(v + at * VALUE_DIM + d, value.to(v.dtype.element_ty), mask=d < VALUE_DIM)
 
 
+def settle(state: dict[str, Tensor], pages: Pages, first: int) -> None:
+    """See `settle_kernel`. pages: of the layer whose contents tell blocks apart."""
+    entries = len(state["used"])
+    on(settle_kernel, (1,))(
+        pages.data, pages.data.stride(0), pages.format.layout(pages.page_size).key_codes, pages.format.key.row_bytes,
+        *(state[name] for name in ("block_of", "tag", "filled")), entries, first, triton.next_power_of_2(entries),
+        reads_words(pages), num_warps=8,
+    )  # fmt: skip
+
+
 def find(state: dict[str, Tensor], table: Tensor, lengths: Tensor, starts: Tensor, pages: Pages, step: int, first: int,
          seqs: int) -> None:  # fmt: skip
     """See `find_kernel`. pages: of the layer whose contents tell blocks apart; seqs: at most in any step."""
     layout, entries = pages.format.layout(pages.page_size), len(state["used"])
-    places = pages.data.data_ptr(), pages.data.stride(0), layout.key_codes, pages.format.key.row_bytes
-    whole = not any(place % 8 for place in places)
     on(find_kernel, (1,))(
         table, lengths, starts, len(lengths), table.shape[1], pages.data, pages.data.stride(0), layout.key_codes,
         pages.format.key.row_bytes, *(state[name] for name in NAMES), step, entries, first,
-        triton.next_power_of_2(seqs), triton.next_power_of_2(entries), whole, num_warps=8,
+        triton.next_power_of_2(seqs), triton.next_power_of_2(entries), reads_words(pages), num_warps=8,
     )  # fmt: skip
+
+
+def reads_words(pages: Pages) -> bool:
+    """WHOLE of `key_word`."""
+    places = pages.data.data_ptr(), pages.data.stride(0), pages.format.layout(pages.page_size).key_codes
+    return not any(place % 8 for place in (*places, pages.format.key.row_bytes))
 
 
 NAMES = ("entry_of", "block_of", "tag", "used", "filled", "order", "pointer", "slots", "held", "before")

@@ -6,8 +6,8 @@ slots.sequences_fit.
 Constexprs: K, V, WRITER (specialise.Writer), SIDE (specialise.Encoder); HEADS; ROWS vectors at a time; LONG and
 COUNTED see slots.enter_sequence; SEQS see slots.find_block; RING; OWN: each sequence has one token, of at most ROWS
 heads, and a program of its own.
-first: None, or where first tokens of sequences lie a second time (step.FirstTokens): vectors of 16 bits, the page of
-each sequence, how many it has after and before the append, the size of a piece, where values begin there.
+first, recent: None, or where first or recent tokens of sequences lie a second time (step.Copies): vectors of 16 bits,
+the page of each sequence, how many it has after and before the append, the size of a piece, where values begin there.
 The launcher guarantees: lengths, table and overflow as in Pages; `blocks` at least as many as slots.find_block has
 (LONG: of tokens, times HEADS), `fitted_blocks` as many as there are of fit.VECTORS tokens of a head.
 """
@@ -24,7 +24,7 @@ from .encode_warp import append_alone
 from .fit import scratch_size
 from .fit_kernels import append_fitted
 
-FIRST_ROWS = tl.constexpr(8)  # first tokens times heads that are stored at a time
+COPIED_ROWS = tl.constexpr(8)  # first or recent tokens times heads that are stored at a time
 
 # These vary from call to call: no kernel of its own when one of them is 1 or a multiple of 16.
 VARYING = ["tokens", "seqs", "pages", "width", "page_size", "pinned", "blocks", "fitted_blocks"]
@@ -74,17 +74,19 @@ def append_blocks(side, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTY
 
 
 @triton.jit
-def store_first(side, pool, first, i_seq, old, count, begin, HEADS: tl.constexpr, WRITER: tl.constexpr):
-    """First tokens old … count − 1 of a sequence, keys or values, which begin so far behind a piece's start."""
-    data, slots, _, _, size, _ = first
+def store_copies(side, pool, copies, i_seq, old, count, begin, LAST: tl.constexpr, HEADS: tl.constexpr,
+                 WRITER: tl.constexpr):  # fmt: skip
+    """Tokens old … count − 1 of a sequence's page, keys or values, which begin so far behind a piece's start: its first
+    new rows, or its last."""
+    data, slots, _, _, size, _ = copies
     x, stride, change, _, _, _, _, _ = side
     SIDE: tl.constexpr = WRITER.how
     if old < count:
-        row = tl.load(pool[3] + i_seq)
+        row = tl.load(pool[3] + i_seq + 1) - (count - old) if LAST else tl.load(pool[3] + i_seq)
         slot = tl.load(slots + i_seq).to(tl.int64)
         d = tl.arange(0, SIDE.columns)
-        for i in range(0, (count - old) * HEADS, FIRST_ROWS):
-            o_row = i + tl.arange(0, FIRST_ROWS)
+        for i in range(0, (count - old) * HEADS, COPIED_ROWS):
+            o_row = i + tl.arange(0, COPIED_ROWS)
             i_head, i_token = o_row % HEADS, o_row // HEADS
             m = (i_token < count - old)[:, None] & (d < SIDE.dim)[None, :]
             p_row = x + (row + i_token).to(tl.int64) * stride[0] + i_head * stride[1]
@@ -95,12 +97,12 @@ def store_first(side, pool, first, i_seq, old, count, begin, HEADS: tl.constexpr
 
 
 @triton.jit
-def store_first_of_all(side, pool, first, begin, HEADS: tl.constexpr, WRITER: tl.constexpr):
-    """`store_first` of every so many-th sequence."""
-    if first[0] is not None:
+def store_copies_of_all(side, pool, copies, begin, LAST: tl.constexpr, HEADS: tl.constexpr, WRITER: tl.constexpr):
+    """`store_copies` of every so many-th sequence."""
+    if copies[0] is not None:
         for i_seq in range(tl.program_id(0), pool[5], tl.num_programs(0)):
-            old, count = tl.load(first[3] + i_seq), tl.load(first[2] + i_seq)
-            store_first(side, pool, first, i_seq, old, count, begin, HEADS, WRITER)
+            old, count = tl.load(copies[3] + i_seq), tl.load(copies[2] + i_seq)
+            store_copies(side, pool, copies, i_seq, old, count, begin, LAST, HEADS, WRITER)
 
 
 @triton.jit
@@ -141,7 +143,7 @@ def ask_for(side, WRITER: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr)
 
 
 @triton.jit
-def append_token(key, value, data, page_bytes, pool, first, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+def append_token(key, value, data, page_bytes, pool, first, recent, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
                  K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr,
                  COUNTED: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The one token of this program's sequence; no other program needs its length.
@@ -150,7 +152,9 @@ def append_token(key, value, data, page_bytes, pool, first, K_BYTES: tl.constexp
     i_seq = tl.program_id(0)
     old = tl.load(pool[1] + i_seq) - COUNTED
     if first[0] is not None:
-        held_before, held = tl.load(first[3] + i_seq), tl.load(first[2] + i_seq)
+        first_before, first_held = tl.load(first[3] + i_seq), tl.load(first[2] + i_seq)
+    if recent[0] is not None:
+        recent_before, recent_held = tl.load(recent[3] + i_seq), tl.load(recent[2] + i_seq)
     p_key, b_keys, b_key_matrix, key_cells = ask_for(key, K, HEADS, ROWS)
     p_value, b_values, b_value_matrix, value_cells = ask_for(value, V, HEADS, ROWS)
     i_page, i_row, fits = place_token(pool, i_seq, old, RING)
@@ -170,8 +174,11 @@ def append_token(key, value, data, page_bytes, pool, first, K_BYTES: tl.constexp
         value_cells, p_data, p_scale, V_DTYPE, V, b_values,
     )  # fmt: skip
     if first[0] is not None:
-        store_first(key, pool, first, i_seq, held_before, held, 0, HEADS, K)
-        store_first(value, pool, first, i_seq, held_before, held, first[5], HEADS, V)
+        store_copies(key, pool, first, i_seq, first_before, first_held, 0, False, HEADS, K)
+        store_copies(value, pool, first, i_seq, first_before, first_held, first[5], False, HEADS, V)
+    if recent[0] is not None:
+        store_copies(key, pool, recent, i_seq, recent_before, recent_held, 0, True, HEADS, K)
+        store_copies(value, pool, recent, i_seq, recent_before, recent_held, recent[5], True, HEADS, V)
     if COUNTED:
         if (not fits) & (old >= 0):  # else the sequence pads the batch and has no token
             tl.atomic_or(pool[2], 1, sem="relaxed")
@@ -233,6 +240,12 @@ def append_kernel(
     first_before,
     first_size,
     first_values,
+    recent_data,
+    recent_slots,
+    recent_held,
+    recent_before,
+    recent_size,
+    recent_values,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -260,10 +273,11 @@ def append_kernel(
     value = (v, (v_token, v_head, v_dim), (None, value_offset), value_matrix, value_levels, value_bounds, value_codes,
              value_scales)  # fmt: skip
     first = (first_data, first_slots, first_held, first_before, first_size, first_values)
+    recent = (recent_data, recent_slots, recent_held, recent_before, recent_size, recent_values)
     if OWN:
         append_token(
-            key, value, data, page_bytes, pool, first, K_BYTES, V_BYTES, K_DTYPE, V_DTYPE, K, V, HEADS, COUNTED, RING,
-            ROWS,
+            key, value, data, page_bytes, pool, first, recent, K_BYTES, V_BYTES, K_DTYPE, V_DTYPE, K, V, HEADS,
+            COUNTED, RING, ROWS,
         )  # fmt: skip
     else:
         key_fits = (key_fit, key_near, key_cells, scratch, fitted_blocks)
@@ -275,13 +289,15 @@ def append_kernel(
                 key, key_fits, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, COUNTED, RING,
                 SEQS, ROWS, TOGETHER, SIZE, BOTH,
             )  # fmt: skip
-            store_first_of_all(key, pool, first, 0, HEADS, K)
+            store_copies_of_all(key, pool, first, 0, False, HEADS, K)
+            store_copies_of_all(key, pool, recent, 0, True, HEADS, K)
         else:
             refused = append_side(
                 value, value_fits, data, page_bytes, pool, blocks, V_BYTES, V_DTYPE, V, HEADS, LONG, COUNTED, RING,
                 SEQS, ROWS, TOGETHER, SIZE, BOTH,
             )  # fmt: skip
-            store_first_of_all(value, pool, first, first_values, HEADS, V)
+            store_copies_of_all(value, pool, first, first_values, False, HEADS, V)
+            store_copies_of_all(value, pool, recent, recent_values, True, HEADS, V)
         if COUNTED:
             if refused:
                 tl.atomic_or(overflow, 1, sem="relaxed")

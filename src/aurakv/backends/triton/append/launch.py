@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ....attention.step import FirstTokens, Rows
+from ....attention.step import Copies, Rows
 from ....format.codec import Codec, Codes
 from ....storage.pages import Pages
 from ..common import specialise
@@ -75,11 +75,12 @@ def prepare_append(
     where: Rows,
     key_scale: Tensor | None = None,
     counted: bool = False,
-    first_tokens: FirstTokens | None = None,
+    first_tokens: Copies | None = None,
+    recent_tokens: Copies | None = None,
 ) -> Callable[..., None]:
     """`append` of tensors like k and v, which it takes by name.
 
-    key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous. counted, first_tokens: see `Step`."""
+    key_scale: float32 [kv_heads, dim], what keys are multiplied by, contiguous. The rest: see `Step`."""
     tokens, key, value = k.shape[0], pages.format.key, pages.format.value
     sequences = _sequences(pages, where, counted)
     cut = _cut(pages, k, v, key_scale is not None, alone=sequences[0] == 0)
@@ -89,7 +90,8 @@ def prepare_append(
         append_kernel, cut.grid,
         None, *k.stride(), None, *v.stride(), key_scale, pages.key_offset, pages.value_offset,
         k_matrix, v_matrix, k_levels, v_levels, k_bounds, v_bounds, *cut.fits, None,
-        *_place(pages, where, tokens), cut.blocks, cut.fitted_blocks, *_first(first_tokens),
+        *_place(pages, where, tokens), cut.blocks, cut.fitted_blocks, *_copies(first_tokens),
+        *_copies(recent_tokens),
         pages.kv_heads, cut.key, cut.value, key.row_bytes, value.row_bytes, specialise.DTYPES[key.dtype],
         specialise.DTYPES[value.dtype], cut.own, cut.long, counted, pages.ring, *sequences, cut.rows, cut.together,
         **cut.options,
@@ -176,14 +178,14 @@ def _place(pages: Pages, rows: Rows, tokens: int) -> tuple[Any, ...]:
     )
 
 
-def _first(tokens: FirstTokens | None) -> tuple[Any, ...]:
-    """What the kernels take as `first`."""
-    if tokens is None:
+def _copies(copies: Copies | None) -> tuple[Any, ...]:
+    """What the kernels take as `first` and `recent`."""
+    if copies is None:
         return (None,) * 6
-    pages = tokens.pages
+    pages = copies.pages
     data = pages.data.view(pages.format.key.dtype)
     values = pages.format.layout(pages.page_size).value_codes // data.element_size()
-    return data, pages.table, pages.lengths, tokens.before, data.shape[2], values
+    return data, pages.table, pages.lengths, copies.before, data.shape[2], values
 
 
 def _sequences(pages: Pages, rows: Rows, counted: bool = False) -> tuple[int, int, int]:

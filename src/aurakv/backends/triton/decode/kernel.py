@@ -145,7 +145,8 @@ def needs(top, weights, floor, HEADS: gl.constexpr):
 def decode_attention(
     keys, values, scales, codes, q, key_scale, signs, constants, offset, table, lengths, ends, starts, pieces, lses,
     out, lse_out, sink_logits, value_signs, value_offset, u_data, u_table, u_lengths, u_size, u_keys,
-    u_values, seqs, tokens, kv_heads, width, pinned, page_tiles, first, recent, window, sinks, cap,
+    u_values, r_data, r_table, r_lengths, r_size, r_keys, r_values, seqs, tokens, kv_heads, width, pinned, page_tiles,
+    first, recent, window, sinks, cap,
     score_scale, bias_scale, value_scale, value_shift, q_stride, programs, piece_size, page_size, keys_at, values_at,
     least,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
@@ -154,7 +155,7 @@ def decode_attention(
     STAGES: gl.constexpr, WHOLE: gl.constexpr, KEY_SCALE: gl.constexpr, ALONE: gl.constexpr, LOGITS: gl.constexpr,
     KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, UNCOMPRESSED: gl.constexpr, BULK: gl.constexpr,
     EARLY: gl.constexpr, PAGES: gl.constexpr, KEY_SCALES: gl.constexpr, VALUE_SCALES: gl.constexpr,
-    THRESHOLD: gl.constexpr,
+    THRESHOLD: gl.constexpr, RECENT: gl.constexpr,
 ):  # fmt: skip
     KU: gl.constexpr = DIM * KEY_BITS // 16
     IN_PIECES: gl.constexpr = in_pieces(KEY_BITS, DIM)
@@ -462,8 +463,9 @@ def decode_attention(
         MEMBERS: gl.constexpr = 1 if ROWS == 1 else 2 if ROWS == 2 else HEADS
         merge_pieces(
             pieces, lses, out, lse_out, sink_logits, value_signs, q, key_scale, offset, value_offset, lengths, ends,
-            starts, u_data, u_table, u_lengths, u_size, u_keys, u_values, seqs, tokens, kv_heads,
+            starts, u_data, u_table, u_lengths, u_size, u_keys, u_values, r_data, r_table, r_lengths, r_size, r_keys,
+            r_values, seqs, tokens, kv_heads,
             first, recent, window, sinks, bias_scale, q_stride, 0, kv_heads * (GROUP * DIM), GROUP, ROWS, DIM, TILE,
             SEQS, CLIP, WINDOW, SINKS, SEVERAL, LOGITS, KEY_OFFSET, VALUE_OFFSET, UNCOMPRESSED, KEY_SCALE, 1, MEMBERS,
-            1, True, False,
+            1, True, False, RECENT,
         )  # fmt: skip

@@ -124,10 +124,12 @@ def prepare(
     splits: int | None,
     uncompressed: Pages | None,
     key_scale: Tensor | None,
+    recent: Pages | None = None,
 ) -> Callable[..., Partial]:
     """A function of queries like q, a workspace and where results go (each or None), which attends.
 
-    uncompressed: pages of 16-bit vectors of the first tokens, if `serves_uncompressed`: they are scored, too.
+    uncompressed: pages of 16-bit vectors of the first tokens, if `serves_uncompressed`: they are scored, too, as far as
+    pages.lengths go. recent: likewise, of the last tokens, which lie beyond these lengths.
     key_scale: float32, what q is divided by."""
     tokens, heads, dim = q.shape
     format, device, group, seqs = pages.format, q.device, heads // pages.kv_heads, pages.seqs
@@ -166,18 +168,16 @@ def prepare(
     many = jobs >= MANY * multiprocessors(device)
     seen = _seen_tiles(pages, scoring, 1 if where.single else tokens, rows)
     alone = splits is None and seen <= (ALONE_TILES_OF_MANY if many else ALONE_TILES)
-    logits, value_offset, vectors = (
-        given(sink_logits),
-        given(pages.value_offset),
-        _uncompressed_vectors(uncompressed, key_signs, ends),
-    )
+    logits, value_offset = given(sink_logits), given(pages.value_offset)
+    vectors = *_vectors(uncompressed, key_signs, ends), *_vectors(recent, key_signs, ends)
     ends_with = {
         "LOGITS": sink_logits is not None,
         "KEY_OFFSET": pages.key_offset is not None and cap is None,
         "VALUE_OFFSET": pages.value_offset is not None,
         "UNCOMPRESSED": uncompressed is not None,
+        "RECENT": recent is not None,
     }
-    unread = (*[key_signs] * 5, *_uncompressed_vectors(None, key_signs, ends))  # what `merge_pieces` gets otherwise
+    unread = (*[key_signs] * 5, *_vectors(None, key_signs, ends) * 2)  # what `merge_pieces` gets otherwise
     decode = Launch(
         decode_attention, (jobs if alone else programs,),
         keys, values, scales, pages.data.view(torch.int16), None, given(key_scale), key_signs,
@@ -227,7 +227,7 @@ def prepare(
 
 
 def serves_uncompressed(q: Tensor, pages: Pages, uncompressed: Pages, scoring: Scoring) -> bool:
-    """Whether `prepare`, with one query for each sequence, scores a few uncompressed first tokens by the way."""
+    """Whether `prepare`, with one query for each sequence, scores a few uncompressed tokens by the way."""
     key, value = uncompressed.format.key, uncompressed.format.value
     same = (
         uncompressed.table.shape[1] == 1 and not uncompressed.ring and key.dim == value.dim and key.dtype == value.dtype
@@ -237,7 +237,7 @@ def serves_uncompressed(q: Tensor, pages: Pages, uncompressed: Pages, scoring: S
     return same and small and not scoring.recent and scoring.window is None and scoring.softcap is None
 
 
-def _uncompressed_vectors(uncompressed: Pages | None, floats: Tensor, numbers: Tensor) -> tuple[Tensor | int, ...]:
+def _vectors(uncompressed: Pages | None, floats: Tensor, numbers: Tensor) -> tuple[Tensor | int, ...]:
     """What `merge_pieces` needs to know about them; without them, addresses that are not read."""
     if uncompressed is None:
         return floats, numbers, numbers, 0, 0, 0

@@ -4,7 +4,7 @@ In: pieces and lses as `decode_attention` leaves them; lengths, ends, starts, q,
 learned logits [heads] if LOGITS; key_offset, value_offset float32 [kv_heads, DIM] if KEY_OFFSET (its products with
 queries are then added to the scores here) and VALUE_OFFSET; if UNCOMPRESSED, the first tokens of each sequence as
 16-bit vectors: u_data, pieces of u_size numbers with keys at u_keys and values at u_values, one page a sequence in
-u_table, u_lengths of them.
+u_table, u_lengths of them, as far as lengths go; if RECENT, its last ones beyond these lengths, likewise: r_data, …
 Out: out [tokens, heads, DIM] in its dtype, lse_out float32 [tokens, heads], natural logarithm.
 The launcher guarantees: the same programs, scan and SCAN as for `decode_attention`; if EARLY, launched to overlap its
 end.
@@ -23,19 +23,61 @@ from .primitives import rotated
 from .schedule import find_job, make_scan, query_rows, seen, span_of
 from .shapes import padded
 
-AT_ONCE = gl.constexpr(4)  # uncompressed tokens: by default there are no more
+FIRST_AT_ONCE = gl.constexpr(4)  # by default there are no more
+RECENT_AT_ONCE = gl.constexpr(8)
+
+
+@gluon.jit
+def add_vectors(
+    found, vectors, seq, visible, kv_head, kv_heads, b_q, scale, AT_ONCE: gl.constexpr, ACROSS: gl.constexpr,
+    DIM: gl.constexpr,
+):  # fmt: skip
+    """Scores and values of 16-bit vectors of a sequence, which are not rotated, on top of what was found: the maximum,
+    the sum of the weights below it, the weighted sum."""
+    top, other, b_sum = found
+    data, table, size, keys, values = vectors
+    HEAD: gl.constexpr = top.type.layout
+    OUT: gl.constexpr = b_sum.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    WARPS: gl.constexpr = gl.num_warps()
+    # each warp has all tokens of its rows, in registers: they are read at once and nothing waits for other warps
+    block: gl.constexpr = gl.BlockedLayout(
+        [AT_ONCE, 1, padded(DIM) // 32], [1, 1, 32], [ACROSS, WARPS // ACROSS, 1], [2, 1, 0]
+    )
+    o_token = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, gl.SliceLayout(2, block)))
+    o_dim = gl.arange(0, padded(DIM), layout=gl.SliceLayout(0, gl.SliceLayout(1, block)))
+    o_dim = natural(o_dim, DIM)[None, None, :]
+    m_dim = (o_dim < DIM) if padded(DIM) > DIM else (o_dim >= 0)
+    b_query = gl.convert_layout(b_q, block)
+    p_piece = data + (gl.load(table + seq).to(gl.int64) * kv_heads + kv_head) * size
+    for t in range(0, visible, AT_ONCE):
+        m_token = t + o_token < visible
+        o_vector = (t + o_token)[:, None, None] * DIM + o_dim
+        m_vector = m_token[:, None, None] & m_dim
+        b_key = gl.load(p_piece + keys + o_vector, mask=m_vector, other=0.0).to(gl.float32)
+        b_value = gl.load(p_piece + values + o_vector, mask=m_vector, other=0.0).to(gl.float32)
+        score = gl.where(m_token[:, None], gl.sum(b_query * b_key, 2) * scale, -float("inf"))
+        new = gl.maximum(top, gl.convert_layout(gl.max(score, 0), HEAD))
+        old = gl.where(top == new, 1.0, gl.exp2(top - new))
+        weight = gl.exp2(score - gl.convert_layout(new, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :])
+        weight = gl.where(m_token[:, None], weight, 0.0)
+        other = other * old + gl.convert_layout(gl.sum(weight, 0), HEAD)
+        b_more = gl.sum(gl.expand_dims(weight, 2) * b_value, 0)
+        b_sum = b_sum * gl.convert_layout(old, ROW)[:, None] + gl.convert_layout(b_more, OUT)
+        top = new
+    return top, other, b_sum
 
 
 @gluon.jit(do_not_specialize=["seqs", "tokens", "programs"])  # they change from call to call
 def merge_pieces(
     pieces, lses, out, lse_out, sink_logits, signs, q, key_scale, key_offset, value_offset, lengths, ends, starts,
-    u_data, u_table, u_lengths, u_size, u_keys, u_values,
+    u_data, u_table, u_lengths, u_size, u_keys, u_values, r_data, r_table, r_lengths, r_size, r_keys, r_values,
     seqs, tokens, kv_heads, first, recent, window, sinks, bias_scale, q_stride, programs, out_stride,
     GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, SEQS: gl.constexpr,
     CLIP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SEVERAL: gl.constexpr,
     LOGITS: gl.constexpr, KEY_OFFSET: gl.constexpr, VALUE_OFFSET: gl.constexpr, UNCOMPRESSED: gl.constexpr,
     KEY_SCALE: gl.constexpr, CHUNK: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr, ALONE: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, RECENT: gl.constexpr,
 ):  # fmt: skip
     """Put the pieces of HEADS rows of a job together, CHUNK at a time, and rotate the results back. ALONE: the end of
     `decode_attention`, whose program has found all of the job: one piece, with its number.
@@ -99,7 +141,7 @@ def merge_pieces(
     b_sign = load_coordinates(signs, d, m_d, 0.0, DIM)
     o_kv_head = gl.where(known, kv_head, 0) * DIM
     bias = gl.zeros([HEADS], gl.float32, HEAD)
-    if KEY_OFFSET or UNCOMPRESSED:
+    if KEY_OFFSET or UNCOMPRESSED or RECENT:
         p_q = q + (o_token * q_stride + head * DIM)[None, :, None] + d[None, None, :]
         b_q = gl.load(p_q, mask=m_row[None, :, None] & m_d[None, None, :], other=0.0).to(gl.float32)
         if KEY_SCALE:
@@ -118,34 +160,24 @@ def merge_pieces(
     o_column = gl.convert_layout(d, COLUMN)[None, :]
     m_column = (o_column < DIM) if padded(DIM) > DIM else (o_column >= 0)
     b_uncompressed = gl.zeros([HEADS, padded(DIM)], gl.float32, OUT)  # not rotated; their weights are in `other`
-    if UNCOMPRESSED:
-        page = gl.load(u_table + seq).to(gl.int64)
-        p_uncompressed = u_data + (page * kv_heads + gl.where(known, kv_head, 0)) * u_size
-        visible = gl.minimum(gl.load(u_lengths + seq), gl.load(ends + seq))
-        # each warp has all tokens of its rows, in registers: they are read at once and nothing waits for other warps
-        block: gl.constexpr = gl.BlockedLayout(
-            [AT_ONCE, 1, padded(DIM) // 32], [1, 1, 32], [ACROSS, WARPS // ACROSS, 1], [2, 1, 0]
-        )
-        o_first = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, gl.SliceLayout(2, block)))
-        o_dim = gl.arange(0, padded(DIM), layout=gl.SliceLayout(0, gl.SliceLayout(1, block)))
-        o_dim = natural(o_dim, DIM)[None, None, :]
-        m_dim = (o_dim < DIM) if padded(DIM) > DIM else (o_dim >= 0)
-        b_query = gl.convert_layout(b_q, block)
-        for t in range(0, gl.where(known, visible, 0), AT_ONCE):
-            m_first = t + o_first < visible
-            o_vector = (t + o_first)[:, None, None] * DIM + o_dim
-            m_vector = m_first[:, None, None] & m_dim
-            b_key = gl.load(p_uncompressed + u_keys + o_vector, mask=m_vector, other=0.0).to(gl.float32)
-            b_value = gl.load(p_uncompressed + u_values + o_vector, mask=m_vector, other=0.0).to(gl.float32)
-            score = gl.where(m_first[:, None], gl.sum(b_query * b_key, 2) * bias_scale, -float("inf"))
-            new = gl.maximum(top, gl.convert_layout(gl.max(score, 0), HEAD))
-            old = gl.where(top == new, 1.0, gl.exp2(top - new))
-            weight = gl.exp2(score - gl.convert_layout(new, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :])
-            weight = gl.where(m_first[:, None], weight, 0.0)
-            other = other * old + gl.convert_layout(gl.sum(weight, 0), HEAD)
-            b_sum = gl.sum(gl.expand_dims(weight, 2) * b_value, 0)
-            b_uncompressed = b_uncompressed * gl.convert_layout(old, ROW)[:, None] + gl.convert_layout(b_sum, OUT)
-            top = new
+    if UNCOMPRESSED or RECENT:
+        found = (top, other, b_uncompressed)
+        of_head = gl.where(known, kv_head, 0)
+        if UNCOMPRESSED:
+            held = gl.minimum(gl.load(u_lengths + seq), gl.minimum(gl.load(ends + seq), gl.load(lengths + seq)))
+            first_ones = (u_data, u_table, u_size, u_keys, u_values)
+            found = add_vectors(
+                found, first_ones, seq, gl.where(known, held, 0), of_head, kv_heads, b_q, bias_scale, FIRST_AT_ONCE,
+                ACROSS, DIM,
+            )  # fmt: skip
+        if RECENT:
+            held = gl.load(r_lengths + seq)
+            recent_ones = (r_data, r_table, r_size, r_keys, r_values)
+            found = add_vectors(
+                found, recent_ones, seq, gl.where(known, held, 0), of_head, kv_heads, b_q, bias_scale, RECENT_AT_ONCE,
+                ACROSS, DIM,
+            )  # fmt: skip
+        top, other, b_uncompressed = found
     if EARLY:
         gdc_wait()
     for i in range(0, count, CHUNK):
@@ -163,7 +195,7 @@ def merge_pieces(
         mass = mass * old + gl.sum(weight, 0)
         other = other * old
         b_out = b_out * gl.convert_layout(old, ROW)[:, None] + gl.sum(b_piece * gl.expand_dims(weight, 2), 0)
-        if UNCOMPRESSED:
+        if UNCOMPRESSED or RECENT:
             b_uncompressed = b_uncompressed * gl.convert_layout(old, ROW)[:, None]
         top = new
     whole = mass + other
@@ -171,7 +203,7 @@ def merge_pieces(
     b_out = b_out * gl.convert_layout(inverse, ROW)[:, None]
     b_out = b_out + (b_out - b_out)  # an infinity is damage: NaN
     y = rotated(b_out, signs + DIM, HEADS, DIM) * gl.convert_layout(b_sign, COLUMN)[None, :]
-    if UNCOMPRESSED:
+    if UNCOMPRESSED or RECENT:
         y += b_uncompressed * gl.convert_layout(inverse, ROW)[:, None]
     if VALUE_OFFSET:
         b_offset = load_coordinates(value_offset + o_kv_head, o_column, m_column, 0.0, DIM)
