@@ -80,13 +80,18 @@ class Step(Attention):
             return self
         return replace(self, pages=self.coded, ends=self.query_ends)
 
+    def read_uncompressed(self) -> Pages | None:
+        """The tokens that are stored a second time, as far as queries read them."""
+        pages = self.uncompressed
+        if pages is None or self.coded is None:
+            return pages
+        return replace(pages, lengths=torch.minimum(pages.lengths, self.coded.lengths)).trust()
+
     def over_uncompressed(self) -> Attention | None:
         """Attention over the tokens that are stored a second time. Sinks count once, with the codes."""
-        pages = self.uncompressed
+        pages = self.read_uncompressed()
         if pages is None:
             return None
-        if self.coded is not None:
-            pages = replace(pages, lengths=torch.minimum(pages.lengths, self.coded.lengths)).trust()
         scoring = scoring_uncompressed(self.scoring)
         return Attention(pages, self.rows, scoring, None, self.splits, self.precision, ends=self.query_ends)
 

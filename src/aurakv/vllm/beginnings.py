@@ -14,8 +14,9 @@ On a GPU all of this happens on the device, without waiting for it. Knows nothin
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ SPARE = 256  # entries for blocks of sequences that do not run, which an engine 
 _NONE = -1
 
 
-class Entries(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Entries:
     """The buffer of one layer."""
 
     format: Format  # vectors of 16 bits
@@ -45,6 +47,7 @@ class Entries(NamedTuple):
         size = count, kv_heads, uncompressed.layout(tokens).bytes
         return cls(uncompressed, tokens, torch.zeros(size, dtype=torch.uint8, device=device))
 
+    @functools.cached_property
     def vectors(self) -> tuple[Tensor, Tensor]:
         """Keys and values [entries, kv_heads, tokens, dim]."""
         keys, values = (part.data for part in parts(self.format, self.data, self.tokens))

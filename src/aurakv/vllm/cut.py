@@ -41,11 +41,19 @@ class Cut:
     old: tuple[Tensor, Tensor]  # the entries of the old ones, and their places there
     new: tuple[Tensor, Tensor, Tensor]  # entries, places and rows of the tokens that stay
     lost: list[Lost]
+    own: tuple[Tensor, Tensor] | None  # where each sequence is one piece: its entry [seqs, 1] and tokens there, int32
 
     def step(self, entries: Entries, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store the new tokens and write attention of all queries to out."""
         pages, first = step.pages, step.uncompressed
         backend = backends.select(None, pages.format, q.device, q.dtype)
+        if self.own is not None:  # as when sequences decode: their groups can be read where they lie
+            self._restore(entries.vectors, pages)
+            self._keep(entries.vectors, scaled_keys(k, step.key_scale), v)
+            recent = Pages(entries.format, entries.tokens, entries.data, *self.own, pages.overflow).trust()
+            coded = replace(pages, lengths=self.begins).trust()
+            backend.prepare_step(replace(step, recent=recent, coded=coded), q, k, v)(q, k, v, out)
+            return
         q_scaled, k_scaled = scaled_queries(q, step.key_scale), scaled_keys(k, step.key_scale)
         pages.lengths.sub_(step.rows.starts.diff())
         backend.append(pages, k_scaled, v, step.rows)
@@ -75,17 +83,20 @@ class Cut:
 
     def _groups(self, entries: Entries, pages: Pages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [tokens, kv_heads, dim] of the groups of all pieces. What is new of last groups is kept."""
-        sides = entries.vectors()
+        sides = entries.vectors
         self._restore(sides, pages)
         entry, place = self.old
         found = [
             torch.cat([kept[entry, :, place].to(new.dtype), new])[self.source]
             for kept, new in zip(sides, (k, v), strict=True)
         ]
+        self._keep(sides, k, v)
+        return found[0], found[1]
+
+    def _keep(self, sides: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
         entry, place, row = self.new
         for kept, new in zip(sides, (k, v), strict=True):
             kept[entry, :, place] = new[row].to(kept.dtype)
-        return found[0], found[1]
 
     def _restore(self, sides: tuple[Tensor, Tensor], pages: Pages) -> None:
         for seq, entry, positions in self.lost:

@@ -84,7 +84,13 @@ class Recent:
                 kept[entry.number] = entry.fill(piece)
         old = [(reads[piece].number, at) for piece in begun for at in range(piece.old)]  # type: ignore[union-attr]
         new = [(number, at + i, row) for number, (at, rows_) in kept.items() for i, row in enumerate(rows_)]
-        return _described(pieces, old, new, lost) if pieces else None
+        if not pieces:
+            return None
+        own = None
+        if len(pieces) == len(lengths):  # each sequence has rows, in one group
+            entries = [self._of[places[piece]].number for piece in pieces]
+            own = torch.tensor(entries, dtype=torch.int32)[:, None], (lengths - 1) % group + 1
+        return _described(pieces, old, new, lost, own)
 
     def settle(self, pages: Pages) -> None:
         """Behind the append of a step: note what its blocks have, before they can change. pages: as for `find`."""
@@ -145,7 +151,11 @@ def _pieces(starts: list[int], lengths: list[int], group: int) -> Iterator[Piece
 
 
 def _described(
-    pieces: list[Piece], old: list[tuple[int, int]], new: list[tuple[int, int, int]], lost: list[Lost]
+    pieces: list[Piece],
+    old: list[tuple[int, int]],
+    new: list[tuple[int, int, int]],
+    lost: list[Lost],
+    own: tuple[Tensor, Tensor] | None,
 ) -> Cut:
     source: list[int] = []
     key_starts, at = [0], 0
@@ -170,4 +180,5 @@ def _described(
         (olds[0], olds[1]),
         (news[0], news[1], news[2]),
         lost,
+        own,
     )

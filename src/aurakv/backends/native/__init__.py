@@ -14,9 +14,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...attention.partial import Partial
+from ...attention.partial import Partial, in_dtype, join
 from ...attention.scoring import Scoring
-from ...attention.step import Attention, Rows, Run, Step, in_two_calls, written
+from ...attention.step import Attention, Rows, Run, Step, written
+from ...calibration.key_scale import scaled_queries
 from ...errors import InputError
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
@@ -217,8 +218,6 @@ class Native:
     def prepare_step(self, step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
         """One call of the library for both. All is packed here but the addresses of the arguments, the only thing that
         changes between two tokens."""
-        if step.recent_tokens is not None or step.recent is not None:
-            return in_two_calls(self, step)
         pages, starts = step.pages, step.rows.starts.contiguous()
         factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
         x, append = abi.plain(q), None
@@ -229,14 +228,17 @@ class Native:
             append = abi.pack_append(pages, also, new_k, new_v, starts, factors)
             as_they_are = as_they_are and new_k is k and new_v is v
         ends = step.query_ends.contiguous()
-        attend = self._describe(step, q, x, starts, ends, step.uncompressed, factors)
-        held = (step, starts, ends, factors)  # their addresses are packed
-        dim, sink_logits, first_tokens = pages.format.value.dim, step.sink_logits, step.first_tokens
+        coded, uncompressed = step.over_codes(), step.read_uncompressed()
+        attend = self._describe(coded, q, x, starts, ends, uncompressed, factors)
+        held = (step, starts, ends, factors, coded, uncompressed)  # their addresses are packed
+        dim, sink_logits = pages.format.value.dim, step.sink_logits
+        copies = [each for each in (step.first_tokens, step.recent_tokens) if each is not None]
         new = starts.diff() if step.counted and append is not None else None
 
         def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
-            if first_tokens is not None and k is not None and v is not None:
-                first_tokens.store(k, v, factors, starts)
+            if k is not None and v is not None:
+                for each in copies:
+                    each.store(k, v, factors, starts)
             if new is not None:
                 held[0].pages.lengths.sub_(new)
             if as_they_are:
@@ -244,7 +246,15 @@ class Native:
             k, v = (None if y is None else abi.plain(y) for y in (k, v))
             return self._run(append, attend, dim, q, abi.plain(q), k, v, sink_logits, out)
 
-        return run
+        recent = step.over_recent()
+        if recent is None:
+            return run
+
+        def with_recent(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
+            part = join(run(q, k, v), self.attend(scaled_queries(q, factors), recent))
+            return written(in_dtype(part, q.dtype), out)
+
+        return with_recent
 
     def _describe(
         self,
