@@ -30,6 +30,8 @@ class Partial(NamedTuple):
         log_base = _log_base(base)
         for name, x in (("o", o), ("m", m), ("l", l)):
             instance(name, x, Tensor)
+        if not o.is_floating_point():
+            raise InputError(f"o must hold floating-point numbers, got {shown(o)}")
         for name, x in (("m", m), ("l", l)):
             if x.shape != o.shape[:-1] or x.dtype not in _LSE_DTYPES:
                 raise InputError(
