@@ -65,7 +65,7 @@ def turboquant(dim, length=LENGTH, capacity=CAPACITY, ring_start=0, blocks=1, un
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 512])
-@pytest.mark.parametrize("bits", [(4, 2), (4, 4), (2, 3), (3, 6), (6, 8), (8, 5)])
+@pytest.mark.parametrize("bits", [(4, 2), (4, 4), (2, 3), (3, 6), (5, 4), (6, 8), (8, 5)])
 def test_aura(dim, bits, backend, device):
     keys, values, q = aura(dim, *bits)
     cache = read_aura(keys, values, device=device, backend=backend)
@@ -149,6 +149,26 @@ def test_blocks_told_another_divisor():
     assert relative(oracle.walsh_hadamard(cache.attend(torch.from_numpy(q)[None]).out[0].numpy()), want) < 1e-6
 
 
+@pytest.mark.parametrize(("dim", "blocks"), [(256, 1), (512, 1), (512, 2)])
+def test_signs_before_the_transform(dim, blocks):
+    """As mlx-native has it from 0.4 on: signs, and norms of blocks that are not divided by √dim."""
+    keys, values, q = turboquant(dim, CAPACITY, ring_start=7, blocks=blocks)
+    signs = np.random.default_rng(5).choice([-1, 1], dim)
+    rotated = oracle.attend(oracle.walsh_hadamard(q * signs), keys, values, CAPACITY, 7, scale=dim**-0.5)
+    divisor = 1.0 if blocks > 1 else None
+    for side in (keys, values):
+        side.norms /= np.float32(np.sqrt(dim)) if divisor else 1
+    given = {"divisor": divisor, "signs": signs.tolist()}
+    sides = torch_side(keys), torch_side(values)
+    cache = legacy_cache.from_turboquant(*sides, CAPACITY, head_dim=dim, ring_start=7, **given).cache
+    out = cache.attend(torch.from_numpy(q)[None]).out[0].numpy()
+    assert relative(out, oracle.walsh_hadamard(rotated) * signs) < 1e-6
+    back = legacy_cache.to_turboquant(cache, ring_start=7, blocks=blocks > 1, **given)
+    for (data, norms), (packed, wanted) in zip((back.keys, back.values), sides, strict=True):
+        assert torch.equal(data, packed)
+        assert torch.allclose(norms, wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("name", ["k4:f32/v4:f32", "k4:f32/v2:f32", "k3/v6", "k8:plain/v5:unrotated"])
 def test_ours_in_the_layout_of_aura(dim, name):
@@ -215,6 +235,15 @@ REFUSED = [
     (lambda: legacy_cache.to_aura(cache_of("k4v4"), capacity=41, ring_start=1), "ring_start is 0 until a ring is full"),
     (lambda: legacy_cache.to_turboquant(cache_of("k4v4")), "behind a plain transform .* got 4:int8:l2:f16:seed0 of 64"),
     (lambda: legacy_cache.to_turboquant(cache_of("k4:lloyd-max:plain/v4:lloyd-max:plain", 80)), r"of 2\^k coordinates"),
+    (
+        lambda: legacy_cache.to_turboquant(cache_of("k4:lloyd-max:plain/v4:lloyd-max:plain"), signs=[-1] * 64),
+        r"behind a transform with the given signs of 2\^k coordinates, got 4:lloyd-max:l2:f16:plain of 64",
+    ),
+    (
+        lambda: legacy_cache.to_turboquant(cache_of("k4:lloyd-max:plain/v4:lloyd-max:plain"), divisor=0),
+        "divisor must be positive and finite, got 0",
+    ),
+    (lambda: legacy_cache.to_turboquant(None), "cache must be a KVCache, got None"),
 ]
 
 

@@ -3,8 +3,8 @@
 Both families store codes and one norm per vector, x̂ = Rᵀ · norm · level / divisor, so our scale is norm / divisor.
 AURA has no divisor: its codebook is given by the caller and holds any 1/√dim itself. TurboQuant divides by √dim. The
 bytes do not say which levels and which rotation they mean: the codec must have those that the cache was made with,
-otherwise the result is noise. TurboQuant's rotation is plain (`signs="plain"`); AURA's callers rotate
-(`signs="unrotated"`, or the signs with which they do).
+otherwise the result is noise. TurboQuant's rotation is plain (`signs="plain"`; from mlx-native 0.4 on it has signs);
+AURA's callers rotate (`signs="unrotated"`, or the signs with which they do).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def codes_from_u32(words: Tensor, norms: Tensor, codec: Codec, *, divisor: float
     those of N(0, 1) and the norms those of whole vectors.
     """
     _check_coded(codec)
-    _check_divisor(divisor)
+    check_divisor(divisor)
     count = -(-codec.dim * codec.bits // 32)
     if not isinstance(words, Tensor) or words.dtype not in (torch.uint32, torch.int32):
         raise InputError(f"words must be uint32 or int32, got {_kind(words)}")
@@ -58,7 +58,7 @@ def codes_from_nibbles(data: Tensor, norms: Tensor, codec: Codec, *, divisor: fl
     if codec.bits != 4:
         raise InputError(f"nibbles need a codec of 4 bits, got {codec.bits}")
     divisor = math.sqrt(codec.dim) if divisor is None else divisor
-    _check_divisor(divisor)
+    check_divisor(divisor)
     if not isinstance(data, Tensor) or data.dtype != torch.uint8:
         raise InputError(f"data must be uint8, got {_kind(data)}")
     if data.ndim < 2 or data.shape[-1] != codec.row_bytes:
@@ -78,7 +78,7 @@ def _check_coded(codec: Codec) -> None:
         raise InputError("caches of the original kernels hold codes: the codec must not be one of 16 bits")
 
 
-def _check_divisor(divisor: float) -> None:
+def check_divisor(divisor: float) -> None:
     if not (isinstance(divisor, (int, float)) and divisor > 0 and math.isfinite(divisor)):
         raise InputError(f"divisor must be positive and finite, got {shown(divisor)}")
 

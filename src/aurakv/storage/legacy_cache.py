@@ -6,7 +6,9 @@ oldest, lies in slot (ring_start + i) mod capacity. Slots without a token may ho
     AURA        words of 32 bits, a codebook of any order for each side; x̂ = norm · codebook[code], in the space
                 into which its callers rotated
     TurboQuant  bytes of two codes, the 4-bit Lloyd-Max levels; x̂ = Hᵀ/√dim · norm · level / √dim, H without signs;
-                norms of blocks of 256 coordinates [kv_heads, capacity, dim / 256] where a vector is longer
+                norms of blocks of 256 coordinates [kv_heads, capacity, dim / 256] where a vector is longer.
+                From mlx-native 0.4 on coordinates are multiplied by fixed signs before the transform, and blocks are
+                x̂ = Hᵀ/√dim · norm · level / scale_factor_d512
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from ..errors import InputError
 from ..format import levels as level_tables
 from ..format.codec import Codec, Codes, Format
 from ..format.packing import pack, unpack
-from ..format.rotation import PLAIN, UNROTATED
+from ..format.rotation import PLAIN, UNROTATED, named_signs
 from .cache import KVCache
-from .legacy import BLOCK, codes_from_nibbles, codes_from_u32, wide
+from .legacy import BLOCK, check_divisor, codes_from_nibbles, codes_from_u32, wide
 
 Packed = tuple[Tensor, Tensor]  # codes and norms of one side
 
@@ -89,16 +91,19 @@ def from_turboquant(
     head_dim: int,
     ring_start: int = 0,
     divisor: float | None = None,
+    signs: str | Sequence[int] = PLAIN,
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     backend: str | None = None,
 ) -> Imported:
     """A cache of mlx-native's TurboQuant kernels. The divisor of norms is √head_dim unless they were told another.
 
-    Where the norms of the blocks of a vector differ, it is decoded and encoded again; `encoded_again` counts such
-    vectors and a warning says so.
+    `signs` are those of a cache whose coordinates were multiplied by ±1 before the transform, as mlx-native does from
+    0.4 on; the divisor of its norms of blocks is `scale_factor_d512`, 1.0 unless it was set. Where the norms of the
+    blocks of a vector differ, it is decoded and encoded again; `encoded_again` counts such vectors and a warning says
+    so.
     """
-    codec = Codec(head_dim, 4, "lloyd-max", dtype=dtype, signs=PLAIN)
+    codec = Codec(head_dim, 4, "lloyd-max", dtype=dtype, signs=signs)
     again, rows = 0, []
     for name, side in zip(("keys", "values"), _pair(keys, values), strict=True):
         data, norms = _logical(name, side, length, ring_start)
@@ -136,21 +141,35 @@ def to_aura(cache: KVCache, seq: int = 0, *, capacity: int | None = None, ring_s
 
 
 def to_turboquant(
-    cache: KVCache, seq: int = 0, *, capacity: int | None = None, ring_start: int = 0, blocks: bool = False
+    cache: KVCache,
+    seq: int = 0,
+    *,
+    capacity: int | None = None,
+    ring_start: int = 0,
+    blocks: bool = False,
+    divisor: float | None = None,
+    signs: str | Sequence[int] = PLAIN,
 ) -> Exported:
-    """A sequence as mlx-native's kernels read it. `blocks`: a norm for each block of 256 coordinates of a
-    longer vector."""
+    """A sequence as mlx-native's kernels read it, told this divisor (√dim by default) and these signs.
+
+    `blocks`: a norm for each block of 256 coordinates of a longer vector.
+    """
+    instance("cache", cache, KVCache)
     levels = level_tables.table("lloyd-max", 4)
     for codec in (cache.format.key, cache.format.value):
-        if codec.bits != 4 or codec.levels != levels or codec.signs != PLAIN or codec.dim.bit_count() != 1:
+        wanted = named_signs(codec.dim, signs)
+        if codec.bits != 4 or codec.levels != levels or codec.signs != wanted or codec.dim.bit_count() != 1:
+            transform = "a plain transform" if wanted == PLAIN else "a transform with the given signs"
             raise InputError(
-                f"TurboQuant's kernels read 4-bit lloyd-max codes behind a plain transform of 2^k coordinates,"
+                f"TurboQuant's kernels read 4-bit lloyd-max codes behind {transform} of 2^k coordinates,"
                 f" got {codec.name} of {codec.dim}"
             )
+    if divisor is not None:
+        check_divisor(divisor)
     rows, length, capacity = _held(cache, seq, capacity, ring_start)
     sides = []
     for codes, codec in zip(rows, (cache.format.key, cache.format.value), strict=True):
-        norms = _norms(codes, math.sqrt(codec.dim))
+        norms = _norms(codes, math.sqrt(codec.dim) if divisor is None else divisor)
         if blocks and codec.dim > BLOCK:
             norms = norms[..., None].repeat(1, 1, codec.dim // BLOCK)
         sides.append(_physical(codes.data, norms, capacity, ring_start))
