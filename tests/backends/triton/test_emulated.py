@@ -69,6 +69,11 @@ def test_chosen(capability: str) -> None:
     emulate(capability, *CHOSEN)
 
 
+def test_pairs_of_float32() -> None:
+    """Which kernels have from 10.0 on."""
+    emulate("12.0", "test_decode.py::test_groups[4-k4v4]", "test_decode.py::test_groups[12-k3v3]")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])
 @pytest.mark.parametrize("file", FILES)

@@ -154,6 +154,33 @@ def test_float16(name: str) -> None:
     np.testing.assert_array_equal(lanes(name, given, ["d"])["d"].view(np.float16), wanted)
 
 
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "fma"])
+def test_pairs_of_float32(name: str) -> None:
+    """They round each half as the operation on one number does, also where they write what they read."""
+    registers = {"a": ("a", "b"), "x": ("c", "d"), "y": ("e", "f")}
+    given = {n: RANDOM.standard_normal(LANES).astype(np.float32).view(np.uint32) for n in "abcdef"}
+    read = list(registers)[: 3 if name == "fma" else 2]
+    rounding = ".rn" if name == "fma" else ""
+    packed = "".join(f"mov.b64 p{x}, {{{low}, {high}}};" for x, (low, high) in registers.items())
+    both = f"{{ .reg .b64 pa, px, py; {packed} {name}{rounding}.f32x2 pa, {', '.join('p' + x for x in read)};"
+    got = lanes(f"{both} mov.b64 {{g, h}}, pa; }}", given, ["g", "h"])
+    for half, out in enumerate("gh"):
+        one = lanes(f"{name}{rounding}.f32 g, {', '.join(registers[x][half] for x in read)};", given, ["g"])["g"]
+        np.testing.assert_array_equal(got[out], one)
+
+
+def test_jumps_over_statements_of_several_instructions() -> None:
+    given = {n: RANDOM.standard_normal(LANES).astype(np.float32).view(np.uint32) for n in "ab"}
+    got = lanes(
+        "{ .reg .b64 pa; mov.b64 pa, {a, b}; add.f32x2 pa, pa, pa; mov.u32 d, 1; bra done; mov.u32 d, 2;"
+        " add.f32x2 pa, pa, pa; done: mov.b64 {e, f}, pa; }",
+        given, ["d", "e", "f"],
+    )  # fmt: skip
+    assert (got["d"] == 1).all()
+    np.testing.assert_array_equal(floats(got["e"]), 2 * floats(given["a"]))
+    np.testing.assert_array_equal(floats(got["f"]), 2 * floats(given["b"]))
+
+
 def test_largest_and_smallest() -> None:
     a = np.array([1, np.nan, np.nan, -0.0, 0.0, -np.inf, 5, -7], np.float32)
     b = np.array([2, 3, np.nan, 0.0, -0.0, np.nan, -6, 2], np.float32)

@@ -73,8 +73,18 @@ def _move(made: Assembler, statement: Statement) -> None:
 
 
 def _rounded(made: Assembler, statement: Statement) -> None:
-    """Rounding to nearest is what there is."""
-    made.plain(statement, statement.name.replace(".rn", ""), statement.operands)
+    """Rounding to nearest is what there is. Pairs of float32 (of 10.0 and newer) are two operations."""
+    name = statement.name.replace(".rn", "")
+    if not name.endswith(".f32x2"):
+        made.plain(statement, name, statement.operands)
+        return
+    halves = [(made.slot("w"), made.slot("w")) for _ in statement.operands]
+    pairs = [made.operand(text, "q", statement) for text in statement.operands]
+    for half, pair in zip(halves[1:], pairs[1:], strict=True):
+        made.put(statement, "unpack.b64", [*half, pair])
+    for low_or_high in zip(*halves, strict=True):
+        made.put(statement, name.removesuffix("x2"), list(low_or_high))
+    made.put(statement, "pack.b64", [pairs[0], *halves[0]])
 
 
 def _convert(made: Assembler, statement: Statement) -> None:

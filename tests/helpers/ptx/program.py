@@ -196,8 +196,18 @@ class Program:
         self.name = kernel.name
         self.parameters = kernel.parameters
         made = Assembler(kernel)
+        begins = []  # of each statement, of which some are several instructions, and of the end
         for statement in kernel.statements:
+            begins.append(len(made.names))
             assemble_statement(made, statement)
+        begins.append(len(made.names))
+        for i, name in enumerate(made.names):  # labels are numbers of statements
+            _, _, extra, _, _, target, *_ = made.table[8 * i : 8 * i + 8]
+            if target >= 0:
+                made.table[8 * i + 5] = begins[target]
+            if name == b"brx.idx":
+                for at in range(extra + 1, extra + 1 + made.extra[extra]):
+                    made.extra[at] = begins[made.extra[at]]
         made.names.append(b"ret")  # what falls off the end
         made.table.extend((len(made.slots), 0, len(made.extra), -1, 0, -1, -1, 0))
         self.places = [made.places[id(each)] for each in kernel.parameters]
