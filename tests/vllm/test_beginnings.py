@@ -139,6 +139,20 @@ def test_entries_of_sequences_that_run_are_kept() -> None:
         assert sharp(engine, [block], k, v) < 1e-3
 
 
+def test_entries_of_sequences_that_pause_are_kept() -> None:
+    """A sequence that runs need not be in every step: stages of a pipeline take turns."""
+    torch.manual_seed(8)
+    engine = Engine(format="k2v2")
+    k, v = prompt(engine, [1], 10)
+    for block in range(2, 2 + 3 * engine.beginnings.entries):
+        prompt(engine, [block % 60 + 2], 5)
+        if block % 3 == 0:
+            new = tokens(1), tokens(1)
+            k, v = torch.cat([k, new[0][0]]), torch.cat([v, new[1][0]])
+            engine.step([[1]], [len(k)], tokens(1, heads=4), *new)
+    assert sharp(engine, [1], k, v) < 1e-3
+
+
 def test_a_lost_entry_costs_accuracy_only(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(4)
     monkeypatch.setattr(module, "SPARE", 0)

@@ -254,7 +254,7 @@ def test_sequences_that_run_keep_their_entries(monkeypatch: pytest.MonkeyPatch) 
     """Others come and go in all entries that are left."""
     torch.manual_seed(4)
     monkeypatch.setattr(module, "SPARE", 0)
-    engine = Engine(kv.Scoring(), first=0)
+    engine = Engine(kv.Scoring())
     worst, k, v = one(engine, [1, 2, 3], NOTHING, NOTHING, 3)
     for other in range(10, 70):
         found, k, v = one(engine, [1, 2, 3], k, v)

@@ -7,7 +7,7 @@ belongs to a block, the first one of a sequence, and so to every sequence that b
 The codes of these tokens are always in their blocks. Where an entry is missing they are used instead (on a CPU by
 decoding them into one): that costs accuracy, and nothing else. An entry knows which bytes its block had once all first
 tokens were there, because blocks can be filled without us: by a connector, or as copies. Entries of sequences that run
-are never given to others.
+are given to others last of all.
 
 On a GPU all of this happens on the device, without waiting for it. Knows nothing of vLLM.
 """
@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from ..format.codec import Codec, Format
 from ..storage.pages import Pages, parts
 
 SPARE = 256  # entries for blocks of sequences that do not run, which an engine may find again
+AGES = (64, 16, 4, 1, 0)  # steps: entries that were not used for more than the first are given away first, and so on
 _NONE = -1
 
 
@@ -69,7 +73,7 @@ class Beginnings:
         self.state = {
             "block_of": numbers(self.entries, torch.int64, _NONE),  # of each entry
             "tag": numbers(self.entries, torch.int64, _NONE),  # what the block had in it
-            "used": numbers(self.entries),  # the last step with a sequence that begins with it
+            "used": numbers(self.entries, value=-AGES[0]),  # the last step with a sequence that begins with it
             "filled": numbers(self.entries),  # tokens that lie there
             "order": numbers(self.entries),  # in which entries are given away
             "pointer": numbers(1),
@@ -97,7 +101,7 @@ class Beginnings:
         if self.on_gpu:
             from ..backends.triton.append import beginnings
 
-            beginnings.find(self.state, table, lengths, rows.starts, pages, self.step, self.first, self.seqs)
+            beginnings.find(self.state, table, lengths, rows.starts, pages, self.step, self.first, self.seqs, AGES)
         else:
             _Finder(self, pages).find(table[:, 0].tolist(), lengths.tolist(), rows.starts.tolist())
 
@@ -160,9 +164,10 @@ class _Finder:
         for _, block, _, _ in real:
             if entry_of[block] >= 0:
                 used[entry_of[block]] = self.step
+        order = self.order(used)
         for _, block, _, _ in real:
             if entry_of[block] < 0:
-                entry = self.take(used)
+                entry = next(order)
                 if block_of[entry] >= 0:
                     entry_of[block_of[entry]] = _NONE
                 entry_of[block], block_of[entry] = entry, block
@@ -192,14 +197,14 @@ class _Finder:
         for entry in ((block_of >= 0) & (filled > 0) & (tag == _NONE)).nonzero()[0]:
             tag[entry] = self.tag_of(int(block_of[entry]))
 
-    def take(self, used: object) -> int:
-        """The next entry in turn that no sequence of this step has."""
+    def order(self, used: Any) -> Iterator[int]:
+        """`list_entries` of the GPU."""
         pointer = self.state["pointer"]
-        while True:
-            entry = int(pointer)
-            pointer.fill_((entry + 1) % self.entries)
-            if used[entry] != self.step:  # type: ignore[index]
-                return entry
+        free = [(int(pointer) + i) % self.entries for i in range(self.entries)]
+        bounds = zip(AGES, (math.inf, *AGES), strict=False)
+        for entry in [entry for low, high in bounds for entry in free if low < self.step - used[entry] <= high]:
+            pointer.fill_((int(pointer) + 1) % self.entries)
+            yield entry
 
     def tag_of(self, block: int) -> int:
         """What the first tokens of a block are."""

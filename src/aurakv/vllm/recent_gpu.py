@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention.step import Copies, Rows
 from ..storage.pages import Pages
-from .beginnings import Entries, entries_for
+from .beginnings import AGES, Entries, entries_for
 from .cut import Cut
 from .recent import SPARE
 
@@ -36,7 +36,7 @@ class RecentOnGpu:
         self.state = {
             "place_of": numbers(self.entries, torch.int64, _NONE),  # of each entry: a group of a block
             "tag": numbers(self.entries, torch.int64, _NONE),  # what the block had there
-            "used": numbers(self.entries),  # the last step with a sequence whose last group it is
+            "used": numbers(self.entries, value=-AGES[0]),  # the last step with a sequence whose last group it is
             "filled": numbers(self.entries),  # tokens that lie there
             "order": numbers(self.entries),  # in which entries are given away
             "pointer": numbers(1),
@@ -59,7 +59,7 @@ class RecentOnGpu:
             self.state["entry_of"] = torch.full((places,), _NONE, dtype=torch.int32, device=self.device)
             self.state["place_of"].fill_(_NONE)
         self.step += 1
-        recent.find(self.state, table, lengths, rows.starts, pages, self.step, group, self.seqs)
+        recent.find(self.state, table, lengths, rows.starts, pages, self.step, group, self.seqs, AGES)
         return None
 
     def settle(self, pages: Pages) -> None:

@@ -39,6 +39,22 @@ def tag_of(data, block, stride, offset, row_bytes, FIRST: tl.constexpr, WHOLE: t
 
 
 @triton.jit
+def list_entries(used, order, first, step, entries, AGES: tl.constexpr, ENTRIES: tl.constexpr):
+    """In which order entries are given away that no sequence of this step has: those that were not used for more than
+    AGES[0] steps, then for more than AGES[1], …, each part from the entry `first` on."""
+    o_entry = tl.arange(0, ENTRIES)
+    o_free = (first + o_entry) % entries
+    age = step - tl.load(used + o_free, mask=o_entry < entries, other=step)
+    listed = 0
+    for i in tl.static_range(len(AGES)):
+        part = age > AGES[i]
+        if i > 0:
+            part &= age <= AGES[i - 1]
+        tl.store(order + listed + tl.cumsum(part.to(tl.int32), 0) - 1, o_free, mask=part)
+        listed += tl.sum(part.to(tl.int32), 0)
+
+
+@triton.jit
 def settle_kernel(data, stride, offset, row_bytes, block_of, tag, filled, entries, FIRST: tl.constexpr,
                   ENTRIES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """Behind an append: note what blocks of entries have that were written."""
@@ -53,11 +69,9 @@ def settle_kernel(data, stride, offset, row_bytes, block_of, tag, filled, entrie
 
 @triton.jit(do_not_specialize=["seqs", "width", "step"])
 def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_bytes, entry_of, block_of, tag, used,
-                filled, order, pointer, slots, held, before, step, entries, FIRST: tl.constexpr, SEQS: tl.constexpr,
-                ENTRIES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+                filled, order, pointer, slots, held, before, step, entries, FIRST: tl.constexpr, AGES: tl.constexpr,
+                SEQS: tl.constexpr, ENTRIES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """One program: every phase sees what the one before has written."""
-    o_entry = tl.arange(0, ENTRIES)
-    m_entry = o_entry < entries
     o_seq = tl.arange(0, SEQS)
     m_seq = o_seq < seqs
     length = tl.load(lengths + o_seq, mask=m_seq, other=0)
@@ -72,9 +86,8 @@ def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_b
     tl.debug_barrier()
     asks = missing & (tl.load(entry_of + block, mask=missing, other=NONE) == -2 - o_seq)
     begin = tl.load(pointer)
-    o_free = (begin + o_entry) % entries
-    free = m_entry & (tl.load(used + o_free, mask=m_entry, other=0) != step)
-    tl.store(order + tl.cumsum(free.to(tl.int32), 0) - 1, o_free, mask=free)
+    if tl.sum(asks.to(tl.int32), 0) > 0:
+        list_entries(used, order, begin, step, entries, AGES, ENTRIES)
     tl.debug_barrier()
     rank = tl.cumsum(asks.to(tl.int32), 0) - 1
     taken = tl.load(order + rank, mask=asks, other=0)
@@ -144,12 +157,12 @@ def settle(state: dict[str, Tensor], pages: Pages, first: int) -> None:
 
 
 def find(state: dict[str, Tensor], table: Tensor, lengths: Tensor, starts: Tensor, pages: Pages, step: int, first: int,
-         seqs: int) -> None:  # fmt: skip
+         seqs: int, ages: tuple[int, ...]) -> None:  # fmt: skip
     """See `find_kernel`. pages: of the layer whose contents tell blocks apart; seqs: at most in any step."""
     layout, entries = pages.format.layout(pages.page_size), len(state["used"])
     on(find_kernel, (1,))(
         table, lengths, starts, len(lengths), table.shape[1], pages.data, pages.data.stride(0), layout.key_codes,
-        pages.format.key.row_bytes, *(state[name] for name in NAMES), step, entries, first,
+        pages.format.key.row_bytes, *(state[name] for name in NAMES), step, entries, first, ages,
         triton.next_power_of_2(seqs), triton.next_power_of_2(entries), reads_words(pages), num_warps=8,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....storage.pages import Pages
 from ..common.launcher import on
-from .beginnings import NONE, key_word, reads_words
+from .beginnings import NONE, key_word, list_entries, reads_words
 
 
 @triton.jit
@@ -43,12 +43,10 @@ def settle_recent_kernel(page_size, data, stride, offset, row_bytes, place_of, t
 @triton.jit(do_not_specialize=["seqs", "width", "step"])
 def find_recent_kernel(table, lengths, starts, seqs, width, page_size, data, stride, offset, row_bytes, entry_of,
                        place_of, tag, used, filled, order, pointer, slots, held, before, coded, step, entries,
-                       GROUP: tl.constexpr, SEQS: tl.constexpr, ENTRIES: tl.constexpr,
+                       GROUP: tl.constexpr, AGES: tl.constexpr, SEQS: tl.constexpr, ENTRIES: tl.constexpr,
                        WHOLE: tl.constexpr):  # fmt: skip
     """One program: every phase sees what the one before has written. A place is a group of a block."""
     groups = page_size // GROUP
-    o_entry = tl.arange(0, ENTRIES)
-    m_entry = o_entry < entries
     o_seq = tl.arange(0, SEQS)
     m_seq = o_seq < seqs
     length = tl.load(lengths + o_seq, mask=m_seq, other=0)
@@ -71,9 +69,8 @@ def find_recent_kernel(table, lengths, starts, seqs, width, page_size, data, str
     tl.debug_barrier()
     asks = missing & (tl.load(entry_of + place, mask=missing, other=NONE) == -2 - o_seq)
     first = tl.load(pointer)
-    o_free = (first + o_entry) % entries
-    free = m_entry & (tl.load(used + o_free, mask=m_entry, other=0) != step)
-    tl.store(order + tl.cumsum(free.to(tl.int32), 0) - 1, o_free, mask=free)
+    if tl.sum(asks.to(tl.int32), 0) > 0:
+        list_entries(used, order, first, step, entries, AGES, ENTRIES)
     tl.debug_barrier()
     rank = tl.cumsum(asks.to(tl.int32), 0) - 1
     taken = tl.load(order + rank, mask=asks, other=0)
@@ -109,11 +106,11 @@ def settle(state: dict[str, Tensor], pages: Pages, group: int) -> None:
 
 
 def find(state: dict[str, Tensor], table: Tensor, lengths: Tensor, starts: Tensor, pages: Pages, step: int, group: int,
-         seqs: int) -> None:  # fmt: skip
+         seqs: int, ages: tuple[int, ...]) -> None:  # fmt: skip
     """See `find_recent_kernel`. pages: of the layer whose contents tell blocks apart; seqs: at most in any step."""
     layout, entries = pages.format.layout(pages.page_size), len(state["used"])
     on(find_recent_kernel, (1,))(
         table, lengths, starts, len(lengths), table.shape[1], pages.page_size, pages.data, pages.data.stride(0),
-        layout.key_codes, pages.format.key.row_bytes, *(state[name] for name in NAMES), step, entries, group,
+        layout.key_codes, pages.format.key.row_bytes, *(state[name] for name in NAMES), step, entries, group, ages,
         triton.next_power_of_2(seqs), triton.next_power_of_2(entries), reads_words(pages), num_warps=8,
     )  # fmt: skip
