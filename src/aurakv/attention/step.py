@@ -50,10 +50,12 @@ class Copies(NamedTuple):
 
     def store(self, k: Tensor, v: Tensor, key_scale: Tensor | None, starts: Tensor) -> None:
         """The new ones among k and v. Waits for the device: for backends whose append does not do this."""
-        counts, slots = self.pages.lengths.tolist(), self.pages.table[:, 0].tolist()
-        keys, values = self.pages.vectors()
+        counts, before = self.pages.lengths.tolist(), self.before.tolist()
+        if not any(old < count for old, count in zip(before, counts, strict=False)):
+            return  # as in nearly all steps
+        slots, (keys, values) = self.pages.table[:, 0].tolist(), self.pages.vectors()
         bounds = itertools.pairwise(starts.tolist())
-        for (row, end), old, count, slot in zip(bounds, self.before.tolist(), counts, slots, strict=False):
+        for (row, end), old, count, slot in zip(bounds, before, counts, slots, strict=False):
             if old < count:
                 row = end - (count - old) if self.last else row
                 new = slice(row, row + count - old)

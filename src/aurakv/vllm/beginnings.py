@@ -127,18 +127,22 @@ class Beginnings:
         """On a CPU: decode what entries have lost from the codes of the layer, its pages. A GPU uses the codes."""
         if self.on_gpu:
             return
-        slots, (keys, values) = entries.table[:, 0].tolist(), entries.vectors()
-        for seq, (slot, count) in enumerate(zip(slots, self.state["coded"].tolist(), strict=False)):
+        for seq, count in enumerate(self.state["coded"].tolist()):
             if count:
-                found = pages.stored(seq, torch.arange(count))
-                sides = (keys, pages.format.key, pages.key_offset), (values, pages.format.value, pages.value_offset)
-                for codes, (side, codec, offset) in zip(found, sides, strict=True):
-                    side[slot, :, :count] = ops.decode(codes, codec, offset, dtype=side.dtype).transpose(0, 1)
+                decode_into(entries.vectors(), int(entries.table[seq, 0]), pages, seq, range(count))
 
 
 def entries_for(seqs: int, spare: int | None = None) -> int:
     """Where at most so many sequences run."""
     return seqs + min(seqs, SPARE if spare is None else spare)
+
+
+def decode_into(sides: tuple[Tensor, Tensor], entry: int, pages: Pages, seq: int, positions: range) -> None:
+    """What a sequence stores at these positions, as the first tokens of an entry. sides: `Entries.vectors`."""
+    found = pages.stored(seq, torch.arange(positions.start, positions.stop))
+    codecs = (pages.format.key, pages.key_offset), (pages.format.value, pages.value_offset)
+    for side, codes, (codec, offset) in zip(sides, found, codecs, strict=True):
+        side[entry, :, : len(positions)] = ops.decode(codes, codec, offset, dtype=side.dtype).transpose(0, 1)
 
 
 def first_codes(pages: Pages, block: int, begin: int, count: int) -> bytes:

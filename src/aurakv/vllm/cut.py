@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..attention import ops
-from ..attention.partial import Partial, in_dtype, join
+from ..attention.partial import in_dtype, join
 from ..attention.step import Rows, Step
 from ..calibration.key_scale import scaled_keys, scaled_queries
 from ..storage.pages import Pages
-from .beginnings import Entries
+from .beginnings import Entries, decode_into
 
 
 class Lost(NamedTuple):
@@ -41,19 +40,17 @@ class Cut:
     old: tuple[Tensor, Tensor]  # the entries of the old ones, and their places there
     new: tuple[Tensor, Tensor, Tensor]  # entries, places and rows of the tokens that stay
     lost: list[Lost]
-    own: tuple[Tensor, Tensor] | None  # where each sequence is one piece: its entry [seqs, 1] and tokens there, int32
+    whole: bool  # whether each sequence is one piece, as when it decodes: then its group can be read where it lies
+
+    def keep(self, entries: Entries, step: Step, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens in their groups."""
+        self._restore(entries, step.pages)
+        self._keep(entries.vectors, scaled_keys(k, step.key_scale), v)
 
     def step(self, entries: Entries, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store the new tokens and write attention of all queries to out."""
         pages, first = step.pages, step.uncompressed
         backend = backends.select(None, pages.format, q.device, q.dtype)
-        if self.own is not None:  # as when sequences decode: their groups can be read where they lie
-            self._restore(entries.vectors, pages)
-            self._keep(entries.vectors, scaled_keys(k, step.key_scale), v)
-            recent = Pages(entries.format, entries.tokens, entries.data, *self.own, pages.overflow).trust()
-            coded = replace(pages, lengths=self.begins).trust()
-            backend.prepare_step(replace(step, recent=recent, coded=coded), q, k, v)(q, k, v, out)
-            return
         q_scaled, k_scaled = scaled_queries(q, step.key_scale), scaled_keys(k, step.key_scale)
         pages.lengths.sub_(step.rows.starts.diff())
         backend.append(pages, k_scaled, v, step.rows)
@@ -75,7 +72,7 @@ class Cut:
         part = backend.attend_dense(q_scaled, keys, values, self.rows, self.key_starts, local, near, None)
         for other in parts:
             part = join(part, other)
-        out.copy_(in_dtype(Partial(*part), q.dtype).out)
+        out.copy_(in_dtype(part, q.dtype).out)
 
     def _of(self, pages: Pages, lengths: Tensor) -> Pages:
         """The pages of each piece."""
@@ -84,7 +81,7 @@ class Cut:
     def _groups(self, entries: Entries, pages: Pages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [tokens, kv_heads, dim] of the groups of all pieces. What is new of last groups is kept."""
         sides = entries.vectors
-        self._restore(sides, pages)
+        self._restore(entries, pages)
         entry, place = self.old
         found = [
             torch.cat([kept[entry, :, place].to(new.dtype), new])[self.source]
@@ -98,10 +95,6 @@ class Cut:
         for kept, new in zip(sides, (k, v), strict=True):
             kept[entry, :, place] = new[row].to(kept.dtype)
 
-    def _restore(self, sides: tuple[Tensor, Tensor], pages: Pages) -> None:
+    def _restore(self, entries: Entries, pages: Pages) -> None:
         for seq, entry, positions in self.lost:
-            found = pages.stored(seq, torch.arange(positions.start, positions.stop))
-            codecs = (pages.format.key, pages.key_offset), (pages.format.value, pages.value_offset)
-            for kept, codes, (codec, offset) in zip(sides, found, codecs, strict=True):
-                decoded = ops.decode(codes, codec, offset, dtype=kept.dtype)
-                kept[entry, :, : len(positions)] = decoded.transpose(0, 1)
+            decode_into(entries.vectors, entry, pages, seq, positions)

@@ -87,8 +87,9 @@ class Stored(NamedTuple):
     key_scale: Tensor | None
     first: Pages | None  # uncompressed first tokens
     first_tokens: Copies | None  # where new ones among these go
-    recent_tokens: Copies | None  # likewise the last tokens, on a GPU
-    coded: Pages | None  # and the pages as far as codes are read where queries use them
+    recent: Pages | None  # uncompressed last tokens
+    recent_tokens: Copies | None  # where new ones go, if an append stores them
+    coded: Pages | None  # the pages, as far as codes are read where queries use these
 
 
 class Constants(NamedTuple):
@@ -162,10 +163,12 @@ class Layer:
         self.prefill.attend(q, pages, runs, self.scoring, self.sink_logits, key_scale, stored.first, out)
 
     def _step(self, q: Tensor, k: Tensor | None, v: Tensor | None, stored: Stored, batch: Batch, out: Tensor) -> None:
-        first, recent, coded = stored.first, stored.recent_tokens, stored.coded
-        if not batch.rows.single:  # the kernels for many rows take the codes
-            beginnings, recent, coded = batch.memory.beginnings, None, None
-            first = None if beginnings is not None and beginnings.on_gpu else first
+        first, recent, coded = stored.first, stored.recent, stored.coded
+        cut = None if k is None or recent is None else batch.cut
+        if not (batch.rows.single if cut is None else cut.whole):
+            recent = coded = None
+        if not batch.rows.single and batch.memory.beginnings is not None and batch.memory.beginnings.on_gpu:
+            first = None  # the kernels for many rows take the codes
         step = Step(
             stored.pages,
             batch.rows,
@@ -176,12 +179,14 @@ class Layer:
             counted=True,
             first_tokens=stored.first_tokens,
             recent_tokens=stored.recent_tokens,
-            recent=None if recent is None else recent.pages,
+            recent=recent,
             coded=coded,
         )
-        if self.recent is not None and batch.cut is not None and k is not None and v is not None:
-            batch.cut.step(self.recent, step, q, k, v, out)
-            return
+        if cut is not None and self.recent is not None and k is not None and v is not None:
+            if not cut.whole:
+                cut.step(self.recent, step, q, k, v, out)
+                return
+            cut.keep(self.recent, step, k, v)
         backend = backends.select(None, self.format, q.device, q.dtype)
         backend.prepare_step(step, q, k, v)(q, k, v, out)
 
@@ -218,15 +223,18 @@ class Layer:
             known[key] = found
         return found
 
-    def _beside(self, memory: Memory, pages: Pages) -> tuple[Pages | None, Copies | None, Copies | None, Pages | None]:
+    def _beside(
+        self, memory: Memory, pages: Pages
+    ) -> tuple[Pages | None, Copies | None, Pages | None, Copies | None, Pages | None]:
         """What of the sequences of these pages is uncompressed."""
-        first = first_tokens = recent_tokens = coded = None
+        first = first_tokens = recent = recent_tokens = coded = None
         if self.beginnings is not None and memory.beginnings is not None:
             first = memory.beginnings.entries_of(self.beginnings, pages.seqs)
             first_tokens = memory.beginnings.first_tokens(first)
-        if self.recent is not None and isinstance(memory.recent, RecentOnGpu):
-            recent_tokens, coded = memory.recent.copies(self.recent, pages.seqs), memory.recent.coded(pages)
-        return first, first_tokens, recent_tokens, coded
+        if self.recent is not None and memory.recent is not None:
+            recent = memory.recent.pages_of(self.recent, pages.seqs)
+            recent_tokens, coded = memory.recent.stores(recent), memory.recent.coded_of(pages)
+        return first, first_tokens, recent, recent_tokens, coded
 
     def constants(self, device: torch.device, kv_heads: int) -> Constants:
         """Made once, and kept as long as the layer: graphs read them when no table that they were made for is known

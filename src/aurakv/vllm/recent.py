@@ -15,15 +15,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..attention.step import Rows
+from ..attention.step import Copies, Rows
 from ..storage.pages import Pages
-from .beginnings import entries_for, first_codes
+from .beginnings import Entries, entries_for, first_codes
 from .cut import Cut, Lost
 
 MOST, LEAST = 64, 16  # tokens of a group
@@ -45,12 +45,45 @@ class Piece(NamedTuple):
     old: int  # tokens of the group that came before these rows
 
 
-class Recent:
-    """Which entry has which group, for the layers of a group of an engine's."""
+class Groups:
+    """What a step finds of the last group of each of its sequences, at addresses that are kept."""
 
-    def __init__(self, group: int, seqs: int) -> None:
+    def __init__(self, group: int, seqs: int, device: torch.device) -> None:
         self.group, self.step = group, 0
         self.layer: object = None  # whose contents tell blocks apart: it settles
+
+        def numbers(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        self.slots = numbers(seqs)  # their entries
+        self.held = numbers(seqs)  # how many tokens of the groups lie there after the step
+        self.before = numbers(seqs)  # and how many before it
+        self.coded = numbers(seqs)  # up to where codes are read
+        self.overflow = numbers(1)
+
+    def pages_of(self, entries: Entries, seqs: int) -> Pages:
+        """The groups of a layer, of the sequences of a step."""
+        slots = self.slots[:seqs].view(seqs, 1)
+        return Pages(entries.format, entries.tokens, entries.data, slots, self.held[:seqs], self.overflow).trust()
+
+    def coded_of(self, pages: Pages) -> Pages:
+        """The pages of a layer, as far as queries read their codes where they use recent tokens."""
+        return replace(pages, lengths=self.coded[: pages.seqs]).trust()
+
+    def stores(self, groups: Pages) -> Copies | None:
+        """How an append stores the new tokens there; None where that is done apart."""
+        return None
+
+    def within(self, pages: Pages) -> int:
+        """Tokens of a group: blocks hold whole ones."""
+        return math.gcd(self.group, pages.page_size)
+
+
+class Recent(Groups):
+    """On a CPU."""
+
+    def __init__(self, group: int, seqs: int) -> None:
+        super().__init__(group, seqs, torch.device("cpu"))
         self.entries = [_Entry(number) for number in range(entries_for(seqs, SPARE))]
         self._of: dict[tuple[int, int], _Entry] = {}  # by block, and where in it the group begins
 
@@ -58,8 +91,7 @@ class Recent:
         """For a step of sequences with these blocks, lengths with the new tokens, and rows; None if it has no rows.
 
         pages: of the layer whose contents tell blocks apart."""
-        size = pages.page_size
-        group = math.gcd(self.group, size)  # blocks hold whole groups
+        size, group = pages.page_size, self.within(pages)
         self.step += 1
         blocks = table.tolist()
         pieces = list(_pieces(rows.starts.tolist(), lengths.tolist(), group))
@@ -86,11 +118,12 @@ class Recent:
         new = [(number, at + i, row) for number, (at, rows_) in kept.items() for i, row in enumerate(rows_)]
         if not pieces:
             return None
-        own = None
-        if len(pieces) == len(lengths):  # each sequence has rows, in one group
-            entries = [self._of[places[piece]].number for piece in pieces]
-            own = torch.tensor(entries, dtype=torch.int32)[:, None], (lengths - 1) % group + 1
-        return _described(pieces, old, new, lost, own)
+        cut = _described(pieces, old, new, lost, whole=len(pieces) == len(lengths))
+        if cut.whole:
+            seqs = len(pieces)
+            self.slots[:seqs] = torch.tensor([self._of[places[piece]].number for piece in pieces])
+            self.held[:seqs], self.coded[:seqs] = lengths - cut.begins, cut.begins
+        return cut
 
     def settle(self, pages: Pages) -> None:
         """Behind the append of a step: note what its blocks have, before they can change. pages: as for `find`."""
@@ -155,7 +188,7 @@ def _described(
     old: list[tuple[int, int]],
     new: list[tuple[int, int, int]],
     lost: list[Lost],
-    own: tuple[Tensor, Tensor] | None,
+    whole: bool,
 ) -> Cut:
     source: list[int] = []
     key_starts, at = [0], 0
@@ -180,5 +213,5 @@ def _described(
         (olds[0], olds[1]),
         (news[0], news[1], news[2]),
         lost,
-        own,
+        whole,
     )

@@ -6,45 +6,40 @@ codes. Where an entry is missing its tokens are read from their codes, too, unti
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ..attention.step import Copies, Rows
 from ..storage.pages import Pages
-from .beginnings import AGES, Entries, entries_for
+from .beginnings import AGES, entries_for
 from .cut import Cut
-from .recent import SPARE
+from .recent import SPARE, Groups
 
 _NONE = -1
 
 
-class RecentOnGpu:
-    """`Recent`, found by a kernel."""
+class RecentOnGpu(Groups):
+    """Found by a kernel."""
 
     def __init__(self, group: int, seqs: int, device: torch.device) -> None:
-        self.group, self.seqs, self.device = group, seqs, device
-        self.entries = entries_for(seqs, SPARE)
-        self.step = 0
-        self.layer: object = None  # whose contents tell blocks apart: it settles
+        super().__init__(group, seqs, device)
+        self.seqs, self.device = seqs, device
+        entries = entries_for(seqs, SPARE)
 
         def numbers(count: int, dtype: torch.dtype = torch.int32, value: int = 0) -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
 
         self.state = {
-            "place_of": numbers(self.entries, torch.int64, _NONE),  # of each entry: a group of a block
-            "tag": numbers(self.entries, torch.int64, _NONE),  # what the block had there
-            "used": numbers(self.entries, value=-AGES[0]),  # the last step with a sequence whose last group it is
-            "filled": numbers(self.entries),  # tokens that lie there
-            "order": numbers(self.entries),  # in which entries are given away
+            "place_of": numbers(entries, torch.int64, _NONE),  # of each entry: a group of a block
+            "tag": numbers(entries, torch.int64, _NONE),  # what the block had there
+            "used": numbers(entries, value=-AGES[0]),  # the last step with a sequence whose last group it is
+            "filled": numbers(entries),  # tokens that lie there
+            "order": numbers(entries),  # in which entries are given away
             "pointer": numbers(1),
-            # of a step, for each sequence, at addresses that captured graphs keep:
-            "slots": numbers(seqs),  # its entry
-            "held": numbers(seqs),  # how many of its tokens lie there after the step; none where they are lost
-            "before": numbers(seqs),  # and how many before it
-            "coded": numbers(seqs),  # up to where its codes are read
+            "slots": self.slots,
+            "held": self.held,  # none where they are lost
+            "before": self.before,
+            "coded": self.coded,
         }
 
     def find(self, table: Tensor, lengths: Tensor, rows: Rows, pages: Pages) -> Cut | None:
@@ -53,7 +48,7 @@ class RecentOnGpu:
         pages: of the layer whose contents tell blocks apart."""
         from ..backends.triton.append import recent
 
-        group = self._group(pages)
+        group = self.within(pages)
         places = pages.data.shape[0] * (pages.page_size // group)
         if "entry_of" not in self.state or len(self.state["entry_of"]) != places:  # the engine's memory is new
             self.state["entry_of"] = torch.full((places,), _NONE, dtype=torch.int32, device=self.device)
@@ -66,17 +61,7 @@ class RecentOnGpu:
         """Behind the append of a step: note what its blocks have, before they can change. pages: as for `find`."""
         from ..backends.triton.append import recent
 
-        recent.settle(self.state, pages, self._group(pages))
+        recent.settle(self.state, pages, self.within(pages))
 
-    def _group(self, pages: Pages) -> int:
-        return math.gcd(self.group, pages.page_size)  # blocks hold whole groups
-
-    def copies(self, entries: Entries, seqs: int) -> Copies:
-        """Those of a layer, of the sequences of a step."""
-        slots, held = self.state["slots"][:seqs].view(seqs, 1), self.state["held"][:seqs]
-        pages = Pages(entries.format, entries.tokens, entries.data, slots, held, self.state["pointer"]).trust()
-        return Copies(pages, self.state["before"][:seqs], last=True)
-
-    def coded(self, pages: Pages) -> Pages:
-        """The pages of a layer, as far as queries read their codes where they use recent tokens."""
-        return replace(pages, lengths=self.state["coded"][: pages.seqs]).trust()
+    def stores(self, groups: Pages) -> Copies | None:
+        return Copies(groups, self.before[: groups.seqs], last=True)
