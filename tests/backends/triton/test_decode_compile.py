@@ -119,6 +119,9 @@ def test_odd_cubics(bits: int, even: bool) -> None:
     assert (made - exact).norm() <= 4e-4 * exact.norm(), float((made - exact).norm() / exact.norm())
 
 
+BESIDE = ("u_table", "u_lengths", "r_table", "r_lengths")  # where uncompressed tokens lie
+
+
 def compile_kernel(kernel: Any, types: dict[str, str], fixed: dict[str, Any], capability: int, options: Any) -> Any:
     names = kernel.arg_names
     signature = {n: types.get(n, "i32") for n in names}
@@ -147,7 +150,8 @@ def compile_decode(
     fixed |= {"KEY_BITS": key.bits, "VALUE_BITS": value.bits}
     fixed |= {"SINKS": several, "SOFTCAP": several, "OFFSET": several, "SEVERAL": several, "WHOLE": 0 if several else 2}
     fixed |= {"KEY_SCALE": several, "ALONE": alone, "LOGITS": alone, "KEY_OFFSET": alone and not several}
-    fixed |= {"VALUE_OFFSET": alone, "UNCOMPRESSED": alone and not several, "BULK": True, "EARLY": True, "PAGES": 1}
+    fixed |= {"VALUE_OFFSET": alone, "BULK": True, "EARLY": True, "PAGES": 1}
+    fixed |= dict.fromkeys(("UNCOMPRESSED", "RECENT"), alone and not several)
     fixed |= {"KEY_SCALES": key.scale_bytes, "VALUE_SCALES": value.scale_bytes, "THRESHOLD": False}
     swizzled, plain = gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 16, rank=3)
     both = 2 if key.bits == value.bits and not flat(key.bits, dim) else 1
@@ -162,10 +166,10 @@ def compile_decode(
         "values": codes(value),
         "scales": f"tensordesc<fp16[1, 2, {tile}],{plain!r}>",
         **dict.fromkeys(("signs", "value_signs", "pieces", "lses", "lse_out", "offset", "value_offset"), "*fp32"),
-        **dict.fromkeys(("constants", "table", "lengths", "ends", "starts", "u_table", "u_lengths"), "*i32"),
+        **dict.fromkeys(("constants", "table", "lengths", "ends", "starts", *BESIDE), "*i32"),
         **dict.fromkeys(("cap", "score_scale", "bias_scale", "value_scale", "value_shift", "least"), "fp32"),
         **dict.fromkeys(fixed, "constexpr"),
-        **dict.fromkeys(("q", "out", "u_data", "sink_logits"), "*bf16"),
+        **dict.fromkeys(("q", "out", "u_data", "r_data", "sink_logits"), "*bf16"),
         "key_scale": "*fp32",
         "codes": "*i16",
     }
@@ -259,13 +263,14 @@ def test_merge_compiles(together: int, several: bool) -> None:
         "SINKS": several,
     }
     fixed |= {"SEVERAL": several, "LOGITS": several, "KEY_OFFSET": several, "VALUE_OFFSET": several, "CHUNK": 32}
-    fixed |= {"HEADS": together, "ACROSS": across, "UNCOMPRESSED": not several, "KEY_SCALE": not several}
+    fixed |= {"HEADS": together, "ACROSS": across, "KEY_SCALE": not several}
+    fixed |= dict.fromkeys(("UNCOMPRESSED", "RECENT"), not several)
     fixed |= {"ALONE": False, "EARLY": True}
     floats = ("pieces", "lses", "lse_out", "sink_logits", "signs", "key_offset", "value_offset", "key_scale")
     types = {
         **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("lengths", "ends", "starts", "u_table", "u_lengths"), "*i32"),
-        **dict.fromkeys(("q", "out", "u_data"), "*bf16"),
+        **dict.fromkeys(("lengths", "ends", "starts", *BESIDE), "*i32"),
+        **dict.fromkeys(("q", "out", "u_data", "r_data"), "*bf16"),
         **dict.fromkeys(fixed, "constexpr"),
         "bias_scale": "fp32",
     }
