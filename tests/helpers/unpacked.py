@@ -10,6 +10,7 @@ from aurakv.format.codec import Codec, Codes, Format
 from aurakv.storage.pages import Pages, allocate
 
 HEADS, SEQS, WIDTH = 2, 3, 4
+PADDED = {"wide": 16, "large": 48}  # bytes behind what each head has of a page, as where an engine pads blocks
 # widths, tables, dims, page sizes and sides of 16 bits, with offsets and key scales or without
 CASES = {
     "plain": ("k4v4", 64, 32, False),
@@ -31,11 +32,13 @@ def make_pages(case: str, device: str) -> tuple[Pages, Tensor | None]:
     lengths = [1, page_size + 5, WIDTH * page_size]
     table = torch.randperm(SEQS * WIDTH).int().view(SEQS, WIDTH)
     sides = format.key, format.value
+    data = allocate(format, page_size, SEQS * WIDTH, HEADS, torch.device("cpu"))
+    data = torch.nn.functional.pad(data, (0, PADDED.get(case, 0))).random_(0, 256)
     offsets = [1.5 * torch.randn(HEADS, dim) if changed and side.coded else None for side in sides]
     pages = Pages(
         format,
         page_size,
-        allocate(format, page_size, SEQS * WIDTH, HEADS, torch.device("cpu")).random_(0, 256),
+        data,
         table,
         torch.zeros(SEQS, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int32),

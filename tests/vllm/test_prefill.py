@@ -204,7 +204,8 @@ def test_on_a_gpu(case: str, device: str) -> None:
 
 def test_prompts_are_the_end_of_a_batch() -> None:
     assert find_prompts([0, 1, 2], [9, 9], 17) is None
-    assert find_prompts([0, 40, 41], [90, 9], 17) is None, "what stands behind them keeps them with the others"
+    found = find_prompts([0, 1, 40, 43, 80], [90, 39, 3, 37], 17)  # with a short one among them
+    assert found == Prompts(1, 1, [39, 3, 37], [39, 3, 37], singles=True)
     found = find_prompts([0, 1, 3, 20, 60], [9, 9, 17, 300], 17)
     assert found == Prompts(2, 3, [17, 40], [17, 300], singles=False)
     assert find_prompts([0, 1, 2, 60], [9, 9, 70], 17) == Prompts(2, 2, [58], [70], singles=True)

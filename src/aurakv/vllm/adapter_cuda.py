@@ -32,6 +32,8 @@ def make_prefill(
     """For one layer; None where its prompts are attended from their codes."""
     if not current_platform.is_cuda() or why_not(format, scoring, dtype) is not None:
         return None
+    if config.parallel_config.use_ubatching:  # vLLM reserves scratch memory for one of two microbatches
+        return None
     dim = format.key.dim
     version = get_flash_attn_version(
         head_size=dim, has_sinks=sinks is not None, requires_softcap=scoring.softcap is not None

@@ -6,6 +6,7 @@ into scratch memory that all layers share, so that results do not depend on how 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -134,16 +135,16 @@ def _tiles(keys: list[int]) -> int:
 
 
 def find_prompts(starts: list[int], lengths: list[int], least: int) -> Prompts | None:
-    """The sequences at the end of a batch that have at least so many rows; None if the last one has fewer.
+    """The sequences from the first one on that has at least so many rows; None if there is none.
 
-    starts: rows of the sequences, one more than those. Others before these may have as many: they are right either way.
+    starts: rows of the sequences, one more than those. Engines put long prompts last, some of them short ones, too,
+    which are right either way.
     """
-    first = len(lengths)
-    while first and starts[first] - starts[first - 1] >= least:
-        first -= 1
-    if first == len(lengths):
+    all_counts = [b - a for a, b in itertools.pairwise(starts)]
+    first = next((seq for seq, count in enumerate(all_counts) if count >= least), None)
+    if first is None:
         return None
-    counts = [b - a for a, b in zip(starts[first:], starts[first + 1 :], strict=False)]
+    counts = all_counts[first:]
     return Prompts(first, starts[first], counts, lengths[first:], starts[: first + 1] == list(range(first + 1)))
 
 

@@ -170,6 +170,38 @@ def test_emulated_merge(capability, seqs, first, pages_each, group):
 
 
 @emulates
+@pytest.mark.parametrize("group", [4, 24])
+def test_emulated_step_of_lost_entries(group):
+    """Where the merge does not score first tokens, as with many query heads, no sequence goes without them."""
+    from aurakv import backends
+    from aurakv.attention.step import Step
+    from tests.helpers.ptx.driver import emulating
+
+    torch.manual_seed(group)
+    pages, first, rows, _ = make("k8v8", 64, 2, [1, 1, 1, 1], False, True)
+    k, v = (torch.randn(int(pages.lengths.sum()), 2, 64) for _ in range(2))
+    ends = pages.lengths.cumsum(0)
+    starts = [0, *ends.tolist()]
+    k[[0, *starts[1:-1]]] *= 5  # of the first tokens
+    codes = replace(pages, lengths=torch.zeros_like(pages.lengths))
+    ops.append(codes, k, v, starts, backend="reference")
+    keys, values = first.pages.vectors()
+    for seq, slot in enumerate(first.pages.table[:, 0].tolist()):
+        for t in range(int(first.pages.lengths[seq])):
+            keys[slot, :, t], values[slot, :, t] = k[starts[seq] + t], v[starts[seq] + t]
+    assert not first.pages.lengths[3]
+    assert pages.lengths[3] > FIRST
+    q = 2 * torch.randn(4, 2 * group, 64)
+    wanted = ops.attend_dense(q, k, v, [0, 1, 2, 3, 4], starts)
+    step = Step(pages, rows, Scoring(first=FIRST), uncompressed=first.pages, counted=True, first_tokens=first)
+    x, y = k[ends - 1], v[ends - 1]
+    with emulating((9, 0)):
+        found = backends._load("triton").prepare_step(step, q, x, y)(q, x, y)
+    assert float((found.out - wanted.out).norm() / wanted.out.norm()) < 0.02
+    torch.testing.assert_close(found.lse, wanted.lse, atol=0.3, rtol=0)  # of 8-bit keys
+
+
+@emulates
 @pytest.mark.parametrize(("name", "dim"), [("k4v4", 128), ("k3v3", 80), ("k5v4", 96)])
 def test_emulated_find(name, dim):
     """The kernel finds what the CPU finds, also where drafts are rejected; rows of some dims begin at any even byte."""

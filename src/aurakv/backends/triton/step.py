@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,8 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
             for each in (uncompressed, recent)
         )
     )
+    if not alone and step.first_tokens is not None:  # a sequence may lack them, which only `merge_pieces` looks at
+        step = replace(step, scoring=replace(scoring, first=0), uncompressed=None)
     if alone:
         options = (step.query_ends, scoring, step.sink_logits, step.splits)
         attend = decode.prepare(q, step.over_codes().pages, rows, *options, uncompressed, factors, recent)

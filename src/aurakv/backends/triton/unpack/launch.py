@@ -84,7 +84,7 @@ def unpack(
         pages.page_size,
         keys.shape[0],
         each,
-        layout.bytes,
+        pages.data.shape[2],  # an engine's blocks may be padded
         layout.key_codes,
         layout.key_scales,
         layout.value_codes,
