@@ -167,16 +167,17 @@ def test_emulated_find():
     recent = RecentOnGpu(16, 4, torch.device("cpu"))
     row = format.key.row_bytes
 
-    def find(blocks, olds, news):
+    def find(blocks, olds, news, runs=True):
         lengths = torch.tensor([old + new for old, new in zip(olds, news, strict=True)] + [0]).int()
         starts = torch.tensor([0, *news, 0]).cumsum(0).int()
         table = torch.tensor([*blocks, [0] * len(blocks[0])]).int()
         pages = Pages(format, 32, data, table, lengths, torch.zeros(1).int())
         recent.find(table, lengths, Rows(starts), pages)
         for each, old, new in zip(blocks, olds, news, strict=True):  # the append
-            for t in range(old, old + new):
+            for t in range(old, old + new if runs else old):
                 data[each[t // 32], :, t % 32 * row : (t % 32 + 1) * row].random_()
-        recent.settle(pages)
+        if runs:
+            recent.settle(pages)
         return [recent.state[name][: len(lengths)].tolist() for name in ("held", "before", "coded")]
 
     with emulating((9, 0)):
@@ -192,6 +193,9 @@ def test_emulated_find():
         assert find([[3, 4]], [7], [4]) == [[11, 0], [7, 0], [0, 0]]  # drafts, of which one is taken
         assert find([[3, 4]], [8], [4]) == [[12, 0], [8, 0], [0, 0]]
         assert find([[3, 4]], [12], [6]) == [[2, 0], [0, 0], [16, 0]]
+        find([[7, 8]], [49], [1], runs=False)  # a step that is prepared and does not run
+        assert find([[7, 8]], [49], [1]) == [[0, 0], [0, 0], [50, 0]]
+        assert find([[7, 8]], [50], [1]) == [[0, 0], [0, 0], [51, 0]], "a token of it is missing"
         for _ in range(20):  # others come and go in all other entries
             find([[3, 4], [draw.randrange(10, 40), 1]], [18, 0], [1, 3])
             assert recent.state["held"][0] == 3

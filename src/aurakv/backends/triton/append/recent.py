@@ -63,6 +63,7 @@ def find_recent_kernel(table, lengths, starts, seqs, width, page_size, data, str
     now = group_tag(data, stride, offset, row_bytes, tl.where(has, place, 0), lying, groups, GROUP, WHOLE)
     same = has & ((old == 0) | ((lying >= old) & (known == now)))
     tl.store(used + entry, step, mask=same)
+    tl.store(filled + entry, 0, mask=has & (old > 0) & (known != now))  # for good: appends leave such entries alone
     missing = real & (old == 0) & (entry < 0)
     tl.debug_barrier()
     tl.store(entry_of + place, -2 - o_seq, mask=missing)  # of sequences that share a place, in dummy batches, one asks
