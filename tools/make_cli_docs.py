@@ -10,8 +10,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 INTRODUCTION = """\
 # Command line
 
-`pip install "aurakv[cli,hf]"` brings the command `aurakv` (also `python -m aurakv`). This page is made from its
-`--help` by `make docs`.
+From a clone, `pip install ".[cli,hf]"` brings the command `aurakv` (also `python -m aurakv`). This page is made from
+its `--help` by `make docs`.
 
 Results go to stdout, progress to stderr. With `--json` stdout is one JSON document. A wrong argument, file or model is
 one sentence on stderr and the exit code 2; Ctrl-C gives 130. The default model is SmolLM2-135M-Instruct, which comes

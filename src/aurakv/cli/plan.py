@@ -35,9 +35,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--formats", type=arguments.names, default=FORMATS, metavar="LIST",
                         help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
     parser.add_argument("--model", help="local path or hub id of a model (default SmolLM2-135M-Instruct)")
-    parser.add_argument("--layers", type=arguments.count, help="instead of a model: its attention layers, with …")
-    parser.add_argument("--kv-heads", type=arguments.count, help="… KV heads in each …")
-    parser.add_argument("--head-dim", type=arguments.count, help="… of this dimension")
+    parser.add_argument("--layers", type=arguments.count, help="attention layers (instead of --model)")
+    parser.add_argument("--kv-heads", type=arguments.count, help="KV heads per layer")
+    parser.add_argument("--head-dim", type=arguments.count, help="head dimension")
     parser.add_argument("--window", type=arguments.tokens, help="tokens that layers with a sliding window see")
     parser.add_argument("--window-layers", type=arguments.count, help="how many layers have it (default all)")
     parser.add_argument(

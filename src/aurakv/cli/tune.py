@@ -57,15 +57,15 @@ def add(subparsers: Any) -> None:
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--size", default="k4v4", metavar="FORMAT", help="no larger than this format (default k4v4)")
     goal.add_argument(
-        "--kl", type=arguments.fraction, metavar="NATS", help="the smallest with at most this loss instead"
+        "--kl", type=arguments.fraction, metavar="NATS", help="instead of --size: the smallest policy within this KL divergence"
     )
-    parser.add_argument("--percent", type=float, help="so much larger than --size (default 0)")
+    parser.add_argument("--percent", type=float, help="percent by which the policy may exceed --size (default 0)")
     parser.add_argument("--first", type=arguments.natural, default=FIRST, metavar="TOKENS",
                         help=f"of a sequence that stay uncompressed (default {FIRST})")  # fmt: skip
     parser.add_argument("--recent", type=arguments.natural, default=0, metavar="TOKENS",
                         help="up to each query that stay uncompressed, too (default 0)")  # fmt: skip
     parser.add_argument("--rounds", type=arguments.natural,
-                        help="so often try widths nearby in the whole, with --size (default 0)")  # fmt: skip
+                        help="rounds that try neighbouring widths in the whole model (needs --size; default 0)")  # fmt: skip
     parser.add_argument("--context", type=arguments.tokens, default=4096,
                         help="length at which sizes count; windows do not grow (default 4096)")  # fmt: skip
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what was measured here, and do not repeat it")
