@@ -72,6 +72,16 @@ _MOVED = {
 }
 _NEW = {name: f"aurakv.{home}.{name}" for home, names in _MOVED.items() for name in names}
 _NEW["Exact"] = "aurakv.storage.uncompressed.Uncompressed"
+_NEW |= {name: f"aurakv.attention.{name}" for name in ("ops", "partial", "scoring")}  # modules
+_NEW |= {name: f"aurakv.calibration.{name}" for name in ("policy", "tune")}
+_NEW |= {name: f"aurakv.format.{name}" for name in ("codec", "packing", "rotation")}
+_NEW |= {name: f"aurakv.storage.{name}" for name in ("cache", "files", "legacy", "pages", "pool")}
+_NEW |= {
+    "calibrate": "aurakv.calibration.statistics",
+    "codebook": "aurakv.format.levels",
+    "library": "aurakv.attention.torch_ops",
+    "table": "aurakv.storage.page_table",
+}
 
 
 def __getattr__(name: str) -> object:
