@@ -104,6 +104,18 @@ def test_what_does_not_fit_into_memory_is_one_sentence(refused):
         (("demo", "--formats", "k4:int8/v7"), "k4:int8/v7 in --formats: bits must be one of"),
         (("bench", "--formats", "smollm2-135m"), "a format name is k<bits>v<bits>"),
         (("plan", "--memory", "1GB", "--formats", "plain:k4v4"), "got 'plain:k4v4'"),
+        (("plan", "--memory", "1GB", "--formats", "recent16:k4v4"), "this command takes k4v4 alone"),
+        (("demo", "--formats", "recent16:k4v4"), "this command takes k4v4 alone"),
+        (("bench", "--formats", "recent16:k4v4"), "this command takes k4v4 alone"),
+        (("generate", "--format", "recent16:k4v4"), "use --format k4v4 --recent 16, got 'recent16:k4v4'"),
+        (("tune", "--size", "recent16:k4v4"), "use --size k4v4 --recent 16, got 'recent16:k4v4'"),
+        (("tune", "--size", "k4v9"), "k4v9 in --size: bits must be one of"),
+        (("tune", "--size", "smollm2-135m"), "a format name is k<bits>v<bits>"),
+        (("eval", "--formats", "recent16:quanto-4"), "recent<n>: belongs to formats and policies, got"),
+        (("eval", "--formats", "recent16:k16v16"), "recent<n>: has no meaning for k16v16"),
+        (("eval", "--formats", "plain:recent16:k4v4"), "as in recent16:k4v4 or recent16:plain:k4v4, got 'plain:rec"),
+        (("eval", "--formats", "plain:"), "a format name is k<bits>v<bits>"),
+        (("eval", "--formats", "recent"), "a format name is k<bits>v<bits>"),
     ],
     ids=lambda words: " ".join(words[:1]) if isinstance(words, tuple) else "",
 )
@@ -116,4 +128,5 @@ def test_wrong_names_are_refused_without_torch(words, said):
 
 def test_right_names_pass():
     names = ["k4v4", "plain:k3v3", "k8:lsq/v4:f32", "quanto-4", "auto", "smollm2-135m"]
-    arguments.check_formats(names, others=["auto", "plain:", "quanto-4"])
+    recent = [f"recent16:{name}" for name in names if name != "quanto-4"]
+    arguments.check_formats([*names, *recent], others=["auto", "quanto-4"], prefixes=["plain:", "recent"])

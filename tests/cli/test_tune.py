@@ -49,6 +49,12 @@ def test_a_policy_within_the_size(answer, call, small, tmp_path, monkeypatch):
     assert json.loads(state.read_text())["kind"] == "aurakv-tuning"
 
 
+def test_a_wrong_size_is_refused_before_the_model_is_loaded(refused, small, monkeypatch):
+    monkeypatch.setattr("aurakv.cli.loading.load", lambda *_: pytest.fail("the model was loaded"))
+    assert "an option of k4 is one of" in refused("tune", "--model", small, "--size", "k4:bogus/v4")
+    assert "--size must have codes for keys and values" in refused("tune", "--model", small, "--size", "k4v16")
+
+
 def test_losses_foreseen_by_gradients(answer, refused, small, tmp_path):
     """At all widths, and the policy is within the size."""
     out = tmp_path / "small.json"

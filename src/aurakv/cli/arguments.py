@@ -19,7 +19,6 @@ ECHO = 300  # characters of a message of argparse, which repeats what it was giv
 DTYPES = ("f32", "f16", "bf16")  # of models, as names of formats spell them
 UNCOMPRESSED = "none"  # the format that is no format
 AUTO = "auto"  # the format that a cache chooses by itself
-PLAIN = "plain:"  # before a format: codes alone
 POLICIES = Path(__file__).parents[1] / "calibration" / "policies"
 MAX_THREADS = 1024  # far above it, OpenMP ends the process without a sentence
 
@@ -136,14 +135,28 @@ def names(text: str) -> list[str]:
 
 
 def check_formats(
-    formats: Sequence[str], option: str = "--formats", others: Sequence[str] = (), policies: bool = True
+    formats: Sequence[str],
+    option: str = "--formats",
+    others: Sequence[str] = (),
+    policies: bool = True,
+    prefixes: Sequence[str] = (),
+    instead: str = "",
 ) -> None:
     """Refuse names that are neither formats nor policies nor among the others, and widths that do not exist: as far as
-    that can be told without torch. The rest is said when a name is parsed."""
+    that can be told without torch. The rest is said when a name is parsed.
+
+    prefixes: names.PLAIN and names.RECENT, where they may stand before a name; instead: the option for recent tokens.
+    """
     from ..format import names
 
     for given in formats:
-        name = given if names.RECENT not in others else names.recent_and_name(given)[1]
+        with entry(given, option):
+            recent, name = names.recent_and_name(given)
+            if recent is not None and names.RECENT not in prefixes:
+                use = f"use {option} {name} {instead} {recent}" if instead else f"this command takes {name} alone"
+                raise InputError(f"{names.RECENT}<n>: does not belong to {option}: {use}, got {short(given)}")
+            if recent is not None and name in others and name != AUTO:
+                raise InputError(f"{names.RECENT}<n>: belongs to formats and policies, got {short(given)}")
         if name in others or (policies and name in shipped()):
             continue
         if policies and name.endswith(".json"):
@@ -152,7 +165,7 @@ def check_formats(
             continue
         with entry(given, option):
             try:
-                key, _, value, _ = names.parts(name.removeprefix(PLAIN) if PLAIN in others and name == given else name)
+                key, _, value, _ = names.parts(name.removeprefix(names.PLAIN) if names.PLAIN in prefixes else name)
             except InputError as error:
                 if not policies or re.match(r"k\d", name):
                     raise

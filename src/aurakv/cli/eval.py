@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AuraError, InputError, counted, cut
-from ..format.names import RECENT, recent_and_name
+from ..format.names import PLAIN, RECENT, recent_and_name
 from . import arguments, loading
 from .screen import Screen, up_to
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 FORMATS = ["k8v8", "k8v4", "k4v4", "k3v3"]
 BUILTIN = "alice (built in)"
-PLAIN = arguments.PLAIN
 RIVALS = ("quanto-4", "quanto-2", "hqq-4", "hqq-3", "hqq-2", "turboquant_k8v4", "turboquant_4bit_nc",
           "turboquant_k3v4_nc", "turboquant_3bit_nc")  # fmt: skip
 CHUNK = 256  # tokens at a time: what an AuraCache computes does not depend on it
@@ -73,7 +72,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    arguments.check_formats(args.formats, others=[arguments.AUTO, PLAIN, RECENT, *RIVALS])
+    arguments.check_formats(args.formats, others=[arguments.AUTO, *RIVALS], prefixes=[PLAIN, RECENT])
     if len(set(args.formats)) < len(args.formats):
         raise InputError(f"--formats must name each format once, got {cut(','.join(args.formats))}")
     if args.lengths is not None and not args.needle:
@@ -145,7 +144,9 @@ def marks_of(names: list[str], policies: dict[str, Policy], device: torch.device
 
     marks = {name: {"policy": policy_key(policy)} for name, policy in policies.items()}
     if device.type in FITTED_ON:
-        calibrated = {name for name in set(names) - set(rivals.names()) if not name.startswith(PLAIN)}
+        calibrated = {
+            name for name in set(names) - set(rivals.names()) if not recent_and_name(name)[1].startswith(PLAIN)
+        }
         marks |= {name: {**marks.get(name, {}), "codes": FITTED} for name in calibrated}
     return marks
 
@@ -160,8 +161,9 @@ def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], 
     if name in rivals.names():
         return lambda: rivals.make(name, config)  # what goes wrong in another library costs its row alone
     make: Callable[[], Any]
-    if name.startswith(PLAIN):
-        make = lambda: AuraCache(config, name.removeprefix(PLAIN), first=0, recent=0, calibrate=False)  # noqa: E731
+    if format.startswith(PLAIN):
+        codes = format.removeprefix(PLAIN)
+        make = lambda: AuraCache(config, codes, first=0, recent=recent or 0, calibrate=False)  # noqa: E731
     else:
         make = lambda: AuraCache(config, policy or format, recent=recent)  # noqa: E731
     make()

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.plot import COLOURS, GRID, INK, MUTED, RIVAL, figure
-from ..format.names import recent_and_name
-from . import arguments
+from ..format.names import PLAIN, recent_and_name
 
 _KINDS = {  # of caches: colour, mark, what the legend says
     "format": (COLOURS[0], "o", "aurakv"),
@@ -55,7 +54,7 @@ def kind(name: str) -> str:
 
     if name in rivals.names():
         return "rival"
-    if name.startswith(arguments.PLAIN):
+    if name.startswith(PLAIN):
         return "plain"
     if recent_and_name(name)[0]:
         return "recent"
@@ -124,5 +123,5 @@ def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _short(name: str) -> str:
-    name = recent_and_name(name)[1].removeprefix(arguments.PLAIN)
+    name = recent_and_name(name)[1].removeprefix(PLAIN)
     return Path(name).stem if name.endswith(".json") else name.replace("turboquant_", "tq ")

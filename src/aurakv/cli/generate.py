@@ -43,8 +43,14 @@ def add(subparsers: Any) -> None:
         default="k8v4",
         help="format or policy of the cache, or none for the uncompressed one (default k8v4)",
     )
-    parser.add_argument("--first", type=arguments.natural, help="first tokens that stay uncompressed (default 4, or as a policy says)")
-    parser.add_argument("--recent", type=arguments.natural, help="most recent tokens that stay uncompressed (default 0, or as a policy says)")
+    parser.add_argument(
+        "--first", type=arguments.natural, help="first tokens that stay uncompressed (default 4, or as a policy says)"
+    )
+    parser.add_argument(
+        "--recent",
+        type=arguments.natural,
+        help="most recent tokens that stay uncompressed (default 0, or as a policy says)",
+    )
     parser.add_argument("--max-tokens", type=arguments.tokens, default=512, help="of an answer (default 512)")
     parser.add_argument(
         "--temperature", type=arguments.fraction, default=0.7, help="0 always takes the likeliest token (default 0.7)"
@@ -60,7 +66,7 @@ def add(subparsers: Any) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    arguments.check_formats([args.format], "--format", [arguments.AUTO, arguments.UNCOMPRESSED])
+    arguments.check_formats([args.format], "--format", [arguments.AUTO, arguments.UNCOMPRESSED], instead="--recent")
     if args.format == arguments.UNCOMPRESSED and not (args.first is None and args.recent is None):
         raise InputError(f"--first and --recent belong to compressed formats, got --format {args.format}")
     if args.raw and args.system is not None:

@@ -57,7 +57,10 @@ def add(subparsers: Any) -> None:
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--size", default="k4v4", metavar="FORMAT", help="no larger than this format (default k4v4)")
     goal.add_argument(
-        "--kl", type=arguments.fraction, metavar="NATS", help="instead of --size: the smallest policy within this KL divergence"
+        "--kl",
+        type=arguments.fraction,
+        metavar="NATS",
+        help="instead of --size: the smallest policy within this KL divergence",
     )
     parser.add_argument("--percent", type=float, help="percent by which the policy may exceed --size (default 0)")
     parser.add_argument("--first", type=arguments.natural, default=FIRST, metavar="TOKENS",
@@ -65,7 +68,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--recent", type=arguments.natural, default=0, metavar="TOKENS",
                         help="up to each query that stay uncompressed, too (default 0)")  # fmt: skip
     parser.add_argument("--rounds", type=arguments.natural,
-                        help="rounds that try neighbouring widths in the whole model (needs --size; default 0)")  # fmt: skip
+                        help="rounds that try neighbouring widths in the whole model (needs --size;"
+                        " default 0)")  # fmt: skip
     parser.add_argument("--context", type=arguments.tokens, default=4096,
                         help="length at which sizes count; windows do not grow (default 4096)")  # fmt: skip
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what was measured here, and do not repeat it")
@@ -75,6 +79,7 @@ def add(subparsers: Any) -> None:
 def check(args: argparse.Namespace) -> None:
     if args.out.suffix != ".json":
         raise InputError(f"--out must be a .json file, got {args.out}")
+    arguments.check_formats([args.size], "--size", policies=False, instead="--recent")
     if args.kl is not None and not (args.percent is None and args.rounds is None):
         raise InputError("--percent and --rounds belong to --size: with --kl a policy is as small as its loss allows")
     if args.gradients is not None and args.recent:
@@ -94,13 +99,14 @@ def run(args: argparse.Namespace) -> None:
     from ..hf.support import head_dim
 
     screen = Screen(args)
+    if "signs" not in args.size:  # given ones are as many as a head of the model has dimensions
+        check_size(Format.parse(args.size, 64))
     state = Results(args.resume, tune.STATE)
     text = texts.builtin() if args.text is None else texts.read(args.text)
     loaded = loading.load(args, screen)
     config = loaded.model.config
     size = Format.parse(args.size, head_dim(config))
-    if not (size.key.coded and size.value.coded):
-        raise InputError(f"--size must have codes for keys and values, got {size}")
+    check_size(size)
     ids = texts.ids_of(text, loaded.tokenizer, config)
     used = ids[:, : args.tokens]
     source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
@@ -145,6 +151,11 @@ def run(args: argparse.Namespace) -> None:
     screen.say(f"policy: {args.out}")
     listed = {"layers": [asdict(layer) for layer in layers], "check": [asdict(row) for row in rows]}
     screen.result({"policy": str(args.out), "formats": formats, **listed})
+
+
+def check_size(size: Format) -> None:
+    if not (size.key.coded and size.value.coded):
+        raise InputError(f"--size must have codes for keys and values, got {size}")
 
 
 def _budget(args: argparse.Namespace, size: Format, policy: Policy, model: Any) -> float:

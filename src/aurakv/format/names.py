@@ -8,16 +8,25 @@ from ..errors import InputError, short
 from .levels import CODE_BITS
 
 BITS = (*CODE_BITS, 16)
-_NAME = r"k([1-9]\d?)(?:((?::[^:/]+)+)/|/?)v([1-9]\d?)((?::[^:/]+)*)"  # options of the key end with a slash
-
-
+PLAIN = "plain:"  # before a format: codes alone
 RECENT = "recent"  # and a number and a colon before a format or policy: so many recent tokens are uncompressed
+_NAME = r"k([1-9]\d?)(?:((?::[^:/]+)+)/|/?)v([1-9]\d?)((?::[^:/]+)*)"  # options of the key end with a slash
 
 
 def recent_and_name(given: str) -> tuple[int | None, str]:
     """Of recent16:k3v3 both parts; None: nothing is said of recent tokens."""
+    if re.match(rf"({PLAIN})?{RECENT}[^:/]*:", given, re.IGNORECASE) is None:
+        return None, given
     match = re.fullmatch(rf"{RECENT}(\d{{1,6}}):(.+)", given, re.ASCII)
-    return (int(match[1]), match[2]) if match else (None, given)
+    if match is None or match[2].lower().startswith(RECENT):
+        raise InputError(
+            f"{RECENT}<n>: needs a whole number and then a format or policy, as in {RECENT}16:k4v4 or"
+            f" {RECENT}16:{PLAIN}k4v4, got {short(given)}"
+        )
+    recent, name = int(match[1]), match[2]
+    if recent and re.fullmatch(r"(plain:)?k16(:\w+/|/)?v16(:\w+)?", name):
+        raise InputError(f"{RECENT}<n>: has no meaning for k16v16, which stores every token uncompressed")
+    return recent, name
 
 
 def parts(name: object) -> tuple[str, str, str, str]:

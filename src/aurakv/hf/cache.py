@@ -11,9 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .. import backends, checks
-from ..arguments import whole
+from ..arguments import index, instance, shown, whole
 from ..calibration.policy import FIRST, ROLLBACK, LayerPolicy, Policy, format_of
-from ..errors import InputError, counted
+from ..errors import InputError, counted, short
+from ..format.names import recent_and_name
 from .attention import NAME, register
 from .context import Context, Options
 from .key_guard import KeyGuard
@@ -58,6 +59,10 @@ class AuraCache(Cache):  # type: ignore[misc]
             if name in _RENAMED:
                 raise InputError(f"the option {name} of AuraCache is called {_RENAMED[name]}")
             raise TypeError(f"AuraCache has no option {name}")
+        instance("calibrate", calibrate, bool)
+        asked, name = recent_and_name(format) if isinstance(format, str) else (None, "")
+        if asked is not None:
+            raise InputError(f"recent tokens are an option of AuraCache: use {short(name)} and recent={asked}")
         auto = isinstance(format, str) and format == AUTO
         policy = _policy(AUTO_FORMAT if auto else format)
         first = (FIRST if policy is None else policy.first) if first is None else whole("first", first, 0)
@@ -66,6 +71,8 @@ class AuraCache(Cache):  # type: ignore[misc]
         checks.precision(precision)
         if backend is not None:
             backends.why_not(backend)  # refuses a name that does not exist; layers find out whether it can run
+        if layers is not None and not isinstance(layers, Mapping):
+            raise InputError(f"layers must be a mapping such as {{0: 'k8v8', -1: 'k16v16'}}, got {shown(layers)}")
         used = (AUTO_FORMAT if auto else format) if policy is None else policy
         planned, shaped = slots(config), shapes(config)
         dims = [shape.head_dim for shape in shaped if shape is not None]
@@ -170,8 +177,13 @@ def _policies(
     else:
         named = [format(layer, count) if callable(format) else str(format) for layer in range(count)]
         made = [LayerPolicy(name) for name in named]
-    for layer, name in layers.items():
-        if not isinstance(layer, int) or not -count <= layer < count:
-            raise InputError(f"this model has attention layers 0 … {count - 1} (or −{count} … −1), got {layer}")
+    seen = set()
+    for given, name in layers.items():
+        layer = index(given)
+        if layer is None or not -count <= layer < count:
+            raise InputError(f"this model has attention layers 0 … {count - 1} (or −{count} … −1), got {shown(given)}")
+        if layer % count in seen:
+            raise InputError(f"layers name attention layer {layer % count} twice, the second time as {layer}")
+        seen.add(layer % count)
         made[layer] = made[layer].with_format(name, dims[layer])
     return made
