@@ -328,10 +328,11 @@ def test_plan_of_a_policy(tmp_path: Path) -> None:
     Policy(4, DIM, layers, first=4, recent=32).save(tmp_path / "recent.json")
     recent = Switch.parse({"aurakv": str(tmp_path / "recent.json")})
     assert recent is not None
-    assert (recent.first, recent.recent, recent.note) == (4, 32, None)
+    assert (recent.first, recent.recent) == (4, 32)
+    assert recent.note == "32 recent tokens were asked for; vLLM keeps groups of at most 64 tokens, as with recent16:"
     fewer = Switch.parse({"aurakv": f"recent16:{tmp_path / 'recent.json'}"})
     assert fewer is not None
-    assert (fewer.first, fewer.recent) == (4, 16)
+    assert (fewer.first, fewer.recent, fewer.note) == (4, 16, None)
     Policy(4, DIM, layers, first=20).save(tmp_path / "long.json")
     long = Switch.parse({"aurakv": str(tmp_path / "long.json")})
     assert long is not None
@@ -344,8 +345,24 @@ def test_recent_tokens_of_a_format() -> None:
         switch = Switch.parse({"aurakv": given})
         assert switch is not None
         assert (switch.format, switch.recent, switch.plain) == ("k4v4", recent, "plain" in given)
-    with pytest.raises(InputError, match="a format name is"):
-        Switch.parse({"aurakv": "recent:k4v4"})
+    many = Switch.parse({"aurakv": "recent999999:k4v4"})
+    assert many is not None
+    assert "groups of at most 64 tokens" in str(many.note)
+    for wrong in ("recent:k4v4", "recent-1:k4v4", "Recent16:k4v4", "recent16:", "plain:recent16:k4v4"):
+        with pytest.raises(InputError, match=r"^recent<n>: needs a whole number and then a format or policy, as in"):
+            Switch.parse({"aurakv": wrong})
+    with pytest.raises(InputError, match="has no meaning for k16v16"):
+        Switch.parse({"aurakv": "recent16:k16v16"})
+
+
+@pytest.mark.parametrize("wrong", [4, None, "kiv4", "smolm2-135m", "plain:", "true", "recent16:true", "recent16:smol"])
+def test_another_value_gets_the_list_of_valid_ones(wrong: object) -> None:
+    with pytest.raises(InputError) as info:
+        Switch.parse({"aurakv": wrong})
+    said = str(info.value)
+    assert said.startswith("aurakv must be true, a format such as k4v4, plain:k4v4, a policy (a .json file or one of [")
+    assert "smollm2-135m-k3v2" in said
+    assert said.endswith(f"or recent16: and one of these but true, got {wrong!r}")
 
 
 def test_a_policy_that_was_written_again_is_read_again(tmp_path: Path) -> None:

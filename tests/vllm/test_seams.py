@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,8 +156,6 @@ def test_sleep_keeps_what_is_made_after_loading() -> None:
 
 def test_blocks_where_formats_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gives a model with several kinds of backends blocks of 16 tokens: on CUDA our worker names a size before."""
-    from types import SimpleNamespace
-
     from vllm.config import VllmConfig
     from vllm.platforms.interface import Platform
 
@@ -173,3 +172,35 @@ def test_blocks_where_formats_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         cache = SimpleNamespace(block_size=named or 16, user_specified_block_size=named is not None)
         worker.prefer_blocks(SimpleNamespace(cache_config=cache))
         assert (cache.block_size, cache.user_specified_block_size) == (found, True)
+
+
+@pytest.mark.parametrize("microbatches", [False, True])
+def test_microbatches_keep_no_tokens_uncompressed(monkeypatch: pytest.MonkeyPatch, microbatches: bool) -> None:
+    import torch
+
+    from aurakv.vllm import worker
+
+    given: list[Any] = []
+    said: list[str] = []
+    model = torch.nn.Module()
+    layer = worker.Attention.__new__(worker.Attention)
+    torch.nn.Module.__init__(layer)
+    layer.layer_name, layer.kv_sharing_target_layer_name, layer.head_size = "model.layers.0.attn", None, 64
+    layer.impl = worker.AuraImpl.__new__(worker.AuraImpl)
+    layer.impl.num_kv_heads, layer.impl.sliding_window, layer.impl.give = 1, None, lambda *args: given.append(args[2:4])
+    model.layer = layer
+    for name, found in {"_all": bool, "one_kind": lambda *_: True}.items():
+        monkeypatch.setattr(worker, name, found)
+    for name, number in {"rank": 0, "world_size": 1}.items():
+        monkeypatch.setattr(worker, f"get_tensor_model_parallel_{name}", lambda number=number: number)
+    monkeypatch.setattr(worker, "_logger", SimpleNamespace(warning_once=said.append))
+    config = SimpleNamespace(
+        additional_config={"aurakv": "recent8:k16v4"},
+        kv_transfer_config=None,
+        compilation_config=SimpleNamespace(static_forward_context={layer.layer_name: layer}),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        parallel_config=SimpleNamespace(use_ubatching=microbatches),
+    )
+    worker.decide(config, model, torch.device("cpu"))
+    assert given == [(0, 0) if microbatches else (4, 8)]
+    assert ["with microbatches aurakv keeps" in each for each in said] == [True] * microbatches

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ..calibration.calibration import DEFAULT
-from ..calibration.policy import FIRST, LayerPolicy, Policy
+from ..calibration.policy import FIRST, LayerPolicy, Policy, shipped
 from ..errors import InputError, short
 from ..format.codec import Format
-from ..format.names import recent_and_name
+from ..format.names import PLAIN, RECENT, recent_and_name
+from .recent import group_size
 
 KEY = "aurakv"  # of the switch: {"aurakv": "k4v4"}
-PLAIN = "plain:"
 MOST = 16  # first tokens that the kernels take: as many as the smallest block has
 
 
@@ -29,7 +30,7 @@ class Switch:
     first: int = 0  # tokens of a sequence that stay uncompressed
     recent: int = 0  # and so do about as many before each query
     policy: Policy | None = None
-    note: str | None = None  # what of the policy is not served, in one sentence
+    note: str | None = None  # what is not served as it was asked for
 
     @classmethod
     def parse(cls, options: object) -> Switch | None:
@@ -40,10 +41,7 @@ class Switch:
         if given is True:
             return cls("true", first=FIRST)
         if not isinstance(given, str):
-            raise InputError(
-                f"{KEY} must be a format, a policy, a policy file or true, which chooses by itself, as in"
-                f' {{"{KEY}": "k4v4"}}, got {short(given)}'
-            )
+            raise _unknown(given)
         return _parse(given, _stamp(given))
 
     @property
@@ -66,12 +64,33 @@ def _parse(given: str, stamp: tuple[int, ...]) -> Switch:
     if policy is None:
         plain = name.startswith(PLAIN)
         format = name.removeprefix(PLAIN)
-        Format.parse(format, 64)
-        return Switch(given, format, plain, 0 if plain else FIRST, recent or 0)
+        try:
+            Format.parse(format, 64)
+        except InputError:
+            if re.match(r"k\d", format):  # it was meant to be one
+                raise
+            raise _unknown(given) from None
+        return Switch(given, format, plain, 0 if plain else FIRST, recent or 0, note=_fewer(recent or 0))
     if policy.first > MOST:
         note = f"policy {name} keeps its first {policy.first} tokens uncompressed; in vLLM they are the first {MOST}"
     first, recent = min(policy.first, MOST), policy.recent if recent is None else recent
+    note = "; ".join(filter(None, (note, _fewer(recent)))) or None
     return Switch(f"policy {name}", first=first, recent=recent, policy=replace(policy, first=first), note=note)
+
+
+def _fewer(recent: int) -> str | None:
+    """What of so many recent tokens is not served, in one sentence."""
+    most = group_size(1 << 20)
+    if 4 * recent < 2 * most:
+        return None
+    return f"{recent} recent tokens were asked for; vLLM keeps groups of at most {most} tokens, as with {RECENT}16:"
+
+
+def _unknown(given: object) -> InputError:
+    return InputError(
+        f"{KEY} must be true, a format such as k4v4, {PLAIN}k4v4, a policy (a .json file or one of {shipped()}) or"
+        f" {RECENT}16: and one of these but true, got {short(given)}"
+    )
 
 
 def _stamp(given: str) -> tuple[int, ...]:

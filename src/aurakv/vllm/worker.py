@@ -100,6 +100,10 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
     else:
         policies = dict.fromkeys(numbers.values(), LayerPolicy(str(switch.format)))
     seqs = config.scheduler_config.max_num_seqs
+    # entries of uncompressed tokens belong to one builder
+    kept = (0, 0) if config.parallel_config.use_ubatching else (switch.first, switch.recent)
+    if kept != (switch.first, switch.recent):
+        _logger.warning_once("with microbatches aurakv keeps no first and no recent tokens uncompressed: more is lost")
     connectors.check_folders(config, switch)
     draft = DRAFT
     if not _all(
@@ -110,9 +114,8 @@ def decide(config: VllmConfig, model: torch.nn.Module, device: torch.device) -> 
     for name, layer in ours.items():
         source = layer.impl.shares or name
         policy = policies[extract_layer_index(source)] if source in own else draft
-        # entries of uncompressed tokens belong to one builder, and a policy says nothing of a draft model
-        kept = (switch.first, switch.recent) if source in own and not config.parallel_config.use_ubatching else (0, 0)
-        layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads), *kept, seqs, device)
+        uncompressed = kept if source in own else (0, 0)  # a policy says nothing of a draft model
+        layer.impl.give(layer, shard(policy, rank, ranks, layer.impl.num_kv_heads), *uncompressed, seqs, device)
 
 
 def _measured(
