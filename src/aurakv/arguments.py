@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 
 import torch
 from torch import Tensor
 
-from .errors import InputError, short
+from .errors import InputError, cut, short
 
 
 def index(number: object) -> int | None:
@@ -48,6 +49,24 @@ def finite(name: str, number: object) -> float:
     if not math.isfinite(found):
         raise InputError(f"{name} must be a finite number, got {shown(number)}")
     return found
+
+
+def device_of(given: torch.device | str, name: str = "device") -> torch.device:
+    """The device of this name; whether torch can use it here is not asked."""
+    if isinstance(given, torch.device | str | int) and not isinstance(given, bool):
+        with contextlib.suppress(RuntimeError):
+            return torch.device(given)
+    raise InputError(f"{name} must be a torch.device or the name of one, such as cpu or cuda:0, got {shown(given)}")
+
+
+def usable_device(given: torch.device | str, name: str = "device") -> torch.device:
+    """The same, with its index, where torch can use it."""
+    where = device_of(given, name)
+    try:
+        return torch.empty(0, device=where).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = cut(str(error).strip().split("\n")[0], 200)
+        raise InputError(f"{name} must be a device that torch can use here, got {shown(given)}: {reason}") from None
 
 
 def instance(name: str, given: object, kind: type) -> None:

@@ -153,7 +153,7 @@ def test_generate_refuses(refused, small, tmp_path, monkeypatch):
     assert "No such file" in refused(*options, "--file", tmp_path / "none.txt")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused(*options, "--file", tmp_path / "binary")
-    assert "device that torch can use" in refused(*options, "--device", "abacus")
+    assert "--device must be a torch.device or the name of one, such as cpu" in refused(*options, "--device", "abacus")
     assert "there is no folder" in refused("generate", "--prompt", "x", "--model", tmp_path / "none")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert "nothing to answer" in refused("generate", "--model", small)

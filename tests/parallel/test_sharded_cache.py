@@ -259,7 +259,7 @@ def run_wrong_files(folder):
 
 
 def run_missing(folder):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileError, match="cannot be read: No such file"):
         parallel.load_shards(folder)
 
 

@@ -85,8 +85,11 @@ MAKING = [
     case("ring window bool", make_ring(window=True), "window", "whole number", "True"),
     case("key offset list", make_contiguous(key_offset=[0.0]), "key_offset must be a Tensor", "[0.0]"),
     case("paged pool", lambda w: kv.KVCache.paged(FORMAT, 1), "pool must be a PagePool", "Format"),
-    case("uncompressed number", make_contiguous(uncompressed=4), "uncompressed must be an Uncompressed", "got 4"),
-    case("uncompressed tuple", make_ring(uncompressed=(1, 1)), "uncompressed must be an Uncompressed", "(1, 1)"),
+    case("device", make_contiguous(device="banana"), "device must be a torch.device or the name of one", "'banana'"),
+    case(
+        "uncompressed number", make_contiguous(uncompressed=4), "an aurakv.storage.uncompressed.Uncompressed", "got 4"
+    ),
+    case("uncompressed tuple", make_ring(uncompressed=(1, 1)), "uncompressed must be an aurakv.storage", "(1, 1)"),
     case(
         "uncompressed bool",
         lambda w: kv.KVCache.paged(w.pool, 1, uncompressed=Uncompressed(True)),

@@ -91,8 +91,12 @@ def test_arguments(tmp_path):
     assert not isinstance(info.value, FileError)
     with pytest.raises(InputError, match="spare_pages must be a whole number of at least 0, got -1"):
         kv.load(tmp_path / "c", spare_pages=-1)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileError, match=r"missing cannot be read: No such file or directory$"):
         kv.load(tmp_path / "missing")
+    with pytest.raises(FileError, match="cannot be read: Is a directory"):
+        kv.load(tmp_path)
+    with pytest.raises(InputError, match=r"^device must be a torch.device or the name of one"):
+        kv.load(tmp_path / "c", "banana")
     assert kv.load(str(tmp_path / "c"), "cpu", "reference").backend == "reference"
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..arguments import instance
+from ..arguments import device_of, instance
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
 from ..attention.step import Attention, Rows, Run, Step
@@ -88,7 +88,9 @@ def why_not(
         instance("format", format, Format)
     if dtype is not None:
         instance("dtype", dtype, torch.dtype)
-    chosen, where = _load(backend), torch.device(device)
+        if not dtype.is_floating_point:
+            raise InputError(f"dtype must be one of floating-point numbers, got {dtype}")
+    chosen, where = _load(backend), device_of(device)
     reason = chosen.why_not(format, where)
     if reason is None and dtype == torch.float64 and not (chosen.float64 and where.type != "mps"):
         lacking = "an Apple GPU has no float64" if where.type == "mps" else "float64 arguments, too"

@@ -6,7 +6,6 @@ import argparse
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import InputError, cut, short
 from . import arguments
 from .screen import Screen
 
@@ -47,15 +46,11 @@ def device(args: argparse.Namespace) -> torch.device:
     """The device that was asked for, if torch can use it here."""
     import torch
 
+    from ..arguments import usable_device
+
     if args.device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=args.device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise InputError(
-            f"--device must be a device that torch can use here, got {short(args.device)}: {cut(reason, 200)}"
-        ) from None
+    return usable_device(args.device, "--device")
 
 
 def load(args: argparse.Namespace, screen: Screen) -> Loaded:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..arguments import usable_device
 from ..errors import AuraError, FileError, PeerError
 from ..format.codec import DTYPE_NAMES, DTYPES
 from ..storage.files import MAX_NOTE, read, refusing, write
@@ -74,7 +75,7 @@ def load_shards(
 ) -> ShardedCache:
     """The cache that `save_shards` wrote, with as many ranks as then. Raises on all ranks when one part is wrong."""
     members = Group(group)
-    path, where = _path(folder, members), torch.empty(0, device=device).device
+    path, where = _path(folder, members), usable_device(device)
     failure: Exception | None = None
     try:
         local, notes = read(path, device, backend, spare_pages, frozenset({_NOTE}))

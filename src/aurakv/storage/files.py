@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, checks
-from ..arguments import instance, whole
+from ..arguments import instance, usable_device, whole
 from ..errors import AuraError, BackendError, FileError, InputError, counted, short
 from ..format.fit import check_fit
 from .cache import KVCache
@@ -115,7 +115,7 @@ def read(
         spare_pages = whole("spare_pages", spare_pages, 0)
     if backend is not None:
         backends.why_not(backend)  # refuses a name that does not exist
-    device = torch.empty(0, device=device).device
+    device = usable_device(device)
     with refusing(path):
         manifest, tensors, notes = _read(library, path, noted)
     if spare_pages is not None and manifest.storage != "paged":
@@ -362,6 +362,8 @@ def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except (AuraError, RecursionError) as error:
         raise FileError(f"{os.fspath(path)} is not a cache that can be loaded: {error}") from None
+    except OSError as error:
+        raise FileError(f"{os.fspath(path)} cannot be read: {error.strerror or error}") from error
 
 
 def _digest(tensor: Tensor) -> str:

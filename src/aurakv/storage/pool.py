@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..arguments import instance, whole
+from ..arguments import instance, usable_device, whole
 from ..errors import CapacityError, InputError, counted
 from ..format.codec import Format
 from ..format.fit import check_fit
@@ -38,7 +38,7 @@ class PagePool:
         page_size, kv_heads = whole("page_size", page_size, 1), whole("kv_heads", kv_heads, 1)
         if num_pages > MAX_PAGES:
             raise InputError(f"num_pages must be at most {MAX_PAGES}, got {num_pages}")
-        device = torch.empty(0, device=device).device  # with its index
+        device = usable_device(device)
         check_offset("key_offset", key_offset, format.key, kv_heads, device)
         check_offset("value_offset", value_offset, format.value, kv_heads, device)
         check_finite("key_offset", key_offset)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import instance, whole
+from ..arguments import shown, whole
 from ..attention.scoring import is_uncompressed
+from ..errors import InputError
 from ..format.codec import Codec, Format
 from .page_table import Kept, PageTable, round_up
 from .pool import PagePool
@@ -30,7 +31,11 @@ class Uncompressed(NamedTuple):
         """What a user gave, checked; by default none."""
         if given is None:
             return cls()
-        instance("uncompressed", given, Uncompressed)
+        if not isinstance(given, Uncompressed):
+            raise InputError(
+                f"uncompressed must be an {Uncompressed.__module__}.Uncompressed, as Uncompressed(first=4), got"
+                f" {shown(given)}"
+            )
         first, recent = whole("first", given.first, 0), whole("recent", given.recent, 0)
         return cls(first, recent, given.dtype, whole("rollback", given.rollback, 0))
 
