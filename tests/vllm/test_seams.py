@@ -5,9 +5,11 @@ Run it with each version of vLLM that is served: make test-vllm, make test-vllm 
 
 from __future__ import annotations
 
+import ast
 import inspect
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +61,17 @@ CALLED = {
     "vllm.sequence.IntermediateTensors": ("tensors",),
     f"{STATE}.GroupCoordinator.recv_tensor_dict": ("all_gather_group",),
     f"{STATE}.GroupCoordinator.send_tensor_dict": ("tensor_dict", "all_gather_group"),
+    # on CUDA alone
+    "vllm.v1.attention.backends.fa_utils.get_flash_attn_version": ("head_size", "has_sinks", "requires_softcap"),
+    "vllm.v1.attention.backends.fa_utils.is_fa_version_supported": ("fa_version",),
+    "vllm.v1.attention.ops.merge_attn_states.merge_attn_states": (
+        "output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
+    ),
+    "vllm.v1.worker.workspace.current_workspace_manager": (),
+    "vllm.v1.worker.workspace.WorkspaceManager.get_simultaneous": ("shapes_and_dtypes",),
+    "vllm.model_executor.warmup.jit_warmup.VllmJitKernel.register_warmup": ("args",),
+    "vllm.model_executor.warmup.jit_warmup.VllmJitKernel.get_warmup_keys": ("args",),
+    "vllm.model_executor.warmup.jit_warmup.VllmJitKernel.compile_many": ("compile_keys",),
     "vllm.v1.worker.gpu_worker.Worker.load_model": ("self",),
     "vllm.v1.worker.gpu_worker.Worker.get_model": ("self",),
 }  # fmt: skip
@@ -125,6 +138,17 @@ def test_the_version_is_one_that_is_served() -> None:
 @pytest.mark.parametrize("name", CALLED)
 def test_what_is_called(name: str) -> None:
     assert set(CALLED[name]) <= set(inspect.signature(found(name)).parameters)
+
+
+def test_flash_attention_takes_what_prompts_give_it() -> None:
+    """Read from its source: only a build for CUDA can import it."""
+    interface = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
+    functions = (each for each in ast.parse(interface.read_text("utf-8")).body if isinstance(each, ast.FunctionDef))
+    (flash,) = (each for each in functions if each.name == "flash_attn_varlen_func")
+    names = [each.arg for each in (*flash.args.args, *flash.args.kwonlyargs)]
+    assert names[:3] == ["q", "k", "v"]
+    given = "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"
+    assert {*given, "window_size", "softcap", "return_softmax_lse", "fa_version", "s_aux"} <= set(names)
 
 
 @pytest.mark.parametrize("name", FIELDS)
