@@ -176,30 +176,32 @@ _DOMAIN: dict[str, tuple[Any, ...]] = {
 
 
 def covering_set(seed: int = 0) -> list[Case]:
-    """Cases in which every pair of values of any two parameters occurs, built greedily."""
+    """Cases in which every pair of values of any two parameters occurs."""
+    return [_from_row(number, row) for number, row in enumerate(covering_rows(_DOMAIN, seed))]
+
+
+def covering_rows(domain: dict[str, tuple[Any, ...]], seed: int = 0) -> list[dict[str, Any]]:
+    """Values by name such that every pair of values of any two names occurs, built greedily."""
     rng = random.Random(seed)
-    names = list(_DOMAIN)
+    names = list(domain)
     missing = {
         (a, x, b, y)
         for a, b in itertools.combinations(range(len(names)), 2)
-        for x in range(len(_DOMAIN[names[a]]))
-        for y in range(len(_DOMAIN[names[b]]))
+        for x in range(len(domain[names[a]]))
+        for y in range(len(domain[names[b]]))
     }
     rows: list[list[int]] = []
     while missing:
         a, x, b, y = min(missing)
         best: tuple[int, list[int]] = (-1, [])
         for _ in range(30):
-            row = [rng.randrange(len(_DOMAIN[name])) for name in names]
+            row = [rng.randrange(len(domain[name])) for name in names]
             row[a], row[b] = x, y
             gain = sum((i, row[i], j, row[j]) in missing for i, j in itertools.combinations(range(len(names)), 2))
             best = max(best, (gain, row))
         rows.append(best[1])
         missing -= {(i, best[1][i], j, best[1][j]) for i, j in itertools.combinations(range(len(names)), 2)}
-    return [
-        _from_row(number, {name: _DOMAIN[name][i] for name, i in zip(names, row, strict=True)})
-        for number, row in enumerate(rows)
-    ]
+    return [{name: domain[name][i] for name, i in zip(names, row, strict=True)} for row in rows]
 
 
 def _from_row(number: int, row: dict[str, Any]) -> Case:

@@ -12,7 +12,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import aurakv as kv
+from aurakv.backends.metal import source
 from tests.backends.metal.emulator.translate import line_of
 from tools import metal_sources
 
@@ -25,23 +28,31 @@ ARGUMENTS = [
     "-Wall", "-Wextra", "-Wno-unknown-attributes", "-Wno-unused-parameter", "-Wno-unused-function",
     "-I", str(Path(__file__).parent / "front_end"),
 ]  # fmt: skip
-SOURCES = metal_sources.sources()
+PARTS = 32
+FORMAT = kv.Format.parse("k4v4", 128)
 MAKER = re.compile(r"\b((?:u?(?:char|short|int|long)|half|float)[234])\(")  # OpenCL has no int2(x, y)
 
 
-def complaints(source: str) -> list[str]:
+def complaints(text: str) -> list[str]:
     """Errors and warnings, with the shader's file and line."""
-    text = MAKER.sub(r"make_\1(", source)
+    text = MAKER.sub(r"make_\1(", text)
     unit = cindex.Index.create().parse("shader.cl", ARGUMENTS, [("shader.cl", text)])
     places = [sum(map(len, text.splitlines(keepends=True)[: d.location.line])) - 1 for d in unit.diagnostics]
     return [f"{line_of(text, at)}: {d.spelling}" for at, d in zip(places, unit.diagnostics, strict=True)]
 
 
-@pytest.mark.parametrize("part", [pytest.param(i, marks=[] if i == 0 else pytest.mark.full) for i in range(16)])
+@pytest.mark.parametrize("part", [pytest.param(i, marks=[] if i == 0 else pytest.mark.full) for i in range(PARTS)])
 def test_shaders_are_accepted(part):
-    chosen = dict(list(SOURCES.items())[part::16])
+    chosen = dict(list(metal_sources.sources().items())[part::PARTS])
     assert len(chosen) > 30
     assert {name: found for name, text in chosen.items() if (found := complaints(text))} == {}
+
+
+def intact(where):
+    """That of the kernels named so."""
+    if where == "tiles":
+        return source.attend_tiles(FORMAT, 4, False)
+    return {"vectors": source.vectors, "merge": source.merge}[where](FORMAT.value, torch.float16)
 
 
 BROKEN = {  # what: what is said, where, what is replaced, by what
@@ -141,13 +152,13 @@ BROKEN = {  # what: what is said, where, what is replaced, by what
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_shaders_are_refused(what):
     said, where, old, new = BROKEN[what]
-    source = SOURCES[f"k4v4-128-{where}"]
-    assert old in source
-    assert any(re.search(said, line) for line in complaints(source.replace(old, new)))
+    text = intact(where)
+    assert old in text
+    assert any(re.search(said, line) for line in complaints(text.replace(old, new)))
 
 
 def test_the_line_is_that_of_the_file():
     file = importlib.resources.files("aurakv.backends.metal").joinpath("shaders").joinpath("merge.metal").read_text()
     line = file[: file.index("bool endless")].count("\n") + 1
-    source = SOURCES["k4v4-128-merge"].replace("bool endless", "int more = missing; bool endless")
-    assert complaints(source) == [f"merge.metal, line {line}: use of undeclared identifier 'missing'"]
+    text = intact("merge").replace("bool endless", "int more = missing; bool endless")
+    assert complaints(text) == [f"merge.metal, line {line}: use of undeclared identifier 'missing'"]

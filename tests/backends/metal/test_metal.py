@@ -339,7 +339,7 @@ def test_infinity_and_nan_are_told_by_their_bits():
 
 
 def test_the_sources_for_apples_compiler_are_whole():
-    """Every specialisation says no word that Metal refuses, and names each file that it is made of."""
+    """A covering set of specialisations is ASCII, says no word that Metal refuses, and is made of every file."""
     found = metal_sources.sources()
     assert len(found) > 400
     assert all(text.isascii() for text in found.values())
