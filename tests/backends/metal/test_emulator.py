@@ -258,6 +258,16 @@ REFUSED = {
     "recursion: g calls h calls g": HEADER
     + "static int h(int x);\nstatic int g(int x) { return h(x); }\nstatic int h(int x) { return g(x); }",
     "recursion: f calls f": HEADER + "struct S { int f(int x) const { return x > 0 ? f(x - 1) : 0; } };",
+    "recursion: g calls g": HEADER + "template <class T> static T g(T x) { return x > 0 ? g<T>(x - 1) : T(0); }",
+    "recursion: h calls g calls h": HEADER
+    + "template <int N, class T> static T g(T x);\ntemplate <class T> static T h(T x) { return g<2, vec<T, 2>>(x); }\n"
+    "template <int N, class T> static T g(T x) { return h<T>(x); }",
+    r"recursion: V operator-\(V, int\) \(source.metal, line 4\) calls V operator-\(V, int\)": HEADER
+    + "struct V { int x; };\nstatic V operator-(V a, int b) { return a.x > b ? V{a.x - 1} - b : a; }\n"
+    "kernel void f(device int* x) { V v{x[0]}; x[0] = (v - 1).x; }",
+    r"recursion: A::A\(int\) \(source.metal, line 3\) calls A::A\(int\)": HEADER
+    + "struct A { int n; A(int i) : n(i > 0 ? A(i - 1).n + 1 : 0) {} };\n"
+    "kernel void f(device int* x) { x[0] = A(x[0]).n; }",
     "recursion: AGAIN calls f calls AGAIN": HEADER + "#define AGAIN f(x - 1)\nstatic int f(int x) { return AGAIN; }",
     "Metal has no long long, at line 3": HEADER + "static void f() { long long x = 1; }",
     "Metal has no long double, at line 3": HEADER + "static float f() { return float(1.5e-3L); }",
@@ -287,7 +297,8 @@ def test_what_metal_refuses_is_refused(error):
     "word",
     ["double x;", "goto x;", "try {}", "catch (...) {}", "throw 1;", "new int;", "delete x;", "virtual void f();",
      "dynamic_cast<int>(x);", "typeid(x);", "std::max(1, 2);", "asm(\"\");", "thread_local int x;", "malloc(4);",
-     "wchar_t x;", "calloc(1, 4);", "noexcept(1);", "register int x;", "__asm__(\"\");", "__float128 x;"],
+     "wchar_t x;", "calloc(1, 4);", "noexcept(1);", "register int x;", "__asm__(\"\");", "__float128 x;",
+     "_Float64 x;", "_Float32x x;", "_Decimal64 x;", "_Complex float x;", "__bf16 x;"],
 )  # fmt: skip
 def test_words_that_metal_lacks(word):
     name = re.match(r"\w+", word)[0]

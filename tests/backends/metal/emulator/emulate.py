@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .translate import MOST_THREADS, EmulationError, Kernel, line_of, translate
+from .translate import MOST_THREADS, EmulationError, Kernel, line_of, refuse_recursion, translate
 
 SHIM = Path(__file__).parent / "shim"
 CASTS = {"fp16": "e", "bf16": "bf16", "int32": "i", "int16": "h", "int8": "b", "uint8": "B"}  # torch's names
@@ -31,7 +31,7 @@ ALONE = threading.RLock()  # one compiler or launch at a time: fibers and marks 
 MOST_BYTES = 4096  # of a list or number: Metal copies them into the command
 FLAGS = [
     "-std=c++14", "-Werror=vla", "-Werror=c++17-extensions", "-O1", "-g1", "-fPIC", "-ffp-contract=off",
-    "-fsingle-precision-constant", "-fsanitize=thread,bounds,alignment",
+    "-fsingle-precision-constant", "-fsanitize=thread,bounds,alignment", "-fcallgraph-info",
 ]  # fmt: skip
 
 
@@ -118,6 +118,7 @@ class Library:
                 "-o",
                 f"{unit}.o",
             )
+            refuse_recursion("".join(file.read_text() for file in Path(own).glob("*.ci")))
             _run("g++", "-shared", "-Wl,-Bsymbolic", f"{unit}.o", folder / "runtime.o", "-o", out)
 
     def __getattr__(self, name: str) -> Function:

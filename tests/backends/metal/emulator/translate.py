@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 POSITIONS = {
     "thread_position_in_grid": "position",
@@ -24,11 +25,12 @@ LIMIT = r"(?:\[\[\s*max_total_threads_per_threadgroup\((.*?)\)\s*\]\]\s*)?"
 FORBIDDEN = (
     "double", r"long\s+long", "goto", "try", "catch", "throw", "noexcept", "new", "delete", "virtual", "dynamic_cast",
     "typeid", "std", "asm", "register", "thread_local", "malloc", "calloc", "realloc", "alloca", "wchar_t",
-    r"__(?:builtin_|asm|float|int)\w*",
+    r"__(?:builtin_|asm|float|int|fp|bf)\w*", r"_(?:Float|Decimal)\w+", "_Complex",
 )  # fmt: skip
 SCALARS = "bool|char|uchar|short|ushort|int|uint|long|ulong|float|half|size_t|atomic_int|atomic_uint"
 TYPE = rf"(?:(?:packed_)?(?:{SCALARS})[234]?|simdgroup_(?:float|half)8x8|auto|T)"
 SPACES = "device|constant|threadgroup|thread"
+CALL = r"\b(\w+)\s*(?:<(?:[^<>;{}]|<[^<>;{}]*>)*>\s*)?\("  # of a function, perhaps a template
 BODY = r"\s*(?:\b(?:const|device|constant|threadgroup|thread)\b\s*)*\{"  # of a function, behind its arguments
 LACKING = {  # what else Metal has not, and how it looks
     "long double": r"(?<![\w.])(?:\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)[lL]\b",
@@ -184,17 +186,37 @@ def _refuse_recursion(text: str) -> None:
     """Functions, methods and macros that come back to themselves; where a name has several meanings, by any of them."""
     macros = re.findall(r"^[ \t]*#define[ \t]+(\w+)(.*(?:\\\n.*)*)", text, re.M)
     calls = {name: set(re.findall(r"\w+", body)) for name, body in macros}
-    for match in re.finditer(r"\b(\w+)\s*\(", text):
+    for match in re.finditer(CALL, text):
         end = closing(text, match.end() - 1, "()") + 1
         if match[1] not in ("if", "for", "while", "switch") and (brace := re.compile(BODY).match(text, end)):
             body = text[brace.end() - 1 : closing(text, brace.end() - 1, "{}")]
-            words = set(re.findall(r"\b(\w+)\s*\(", body)) | set(re.findall(r"\w+", body)) & {m[0] for m in macros}
+            words = set(re.findall(CALL, body)) | set(re.findall(r"\w+", body)) & {m[0] for m in macros}
             calls.setdefault(match[1], set()).update(words)
+    _refuse_cycles(calls, lambda name: name)
+
+
+def refuse_recursion(graph: str) -> None:
+    """As above in what g++ compiled, by its graph of calls: templates, operators and constructors that are used."""
+    graph = re.sub(r"([CD])1E", r"\g<1>2E", graph)  # names of a constructor
+    nodes = dict(re.findall(r'^node: { title: "([^"]*)" label: "([^"]*)"', graph, re.M))
+    calls: dict[str, set[str]] = {name: set() for name in nodes}
+    for caller, callee in re.findall(r'^edge: { sourcename: "([^"]*)" targetname: "([^"]*)"', graph, re.M):
+        calls[caller].add(callee)
+
+    def told(name: str) -> str:
+        what, _, place = nodes[name].partition("\\n")
+        file, line, _ = place.rsplit(":", 2)
+        return f"{what} ({file}, line {line})"
+
+    _refuse_cycles(calls, told)
+
+
+def _refuse_cycles(calls: dict[str, set[str]], told: Callable[[str], str]) -> None:
     finished: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         if name in above:
-            raise EmulationError(f"recursion: {' calls '.join((*above, name))}")
+            raise EmulationError(f"recursion: {' calls '.join(map(told, (*above[above.index(name) :], name)))}")
         for callee in sorted(calls[name] & calls.keys() - finished):
             visit(callee, (*above, name))
         finished.add(name)
