@@ -33,6 +33,20 @@ def test_case(case, metal):
     run(case, *metal)
 
 
+FRESH = [case for case in CASES if case.name == "splits-more-than-tokens"]  # partial results of no keys
+
+
+@pytest.mark.parametrize("case", marked([*FRESH, *CASES[::7]], FRESH, lambda case: case.name))
+def test_fresh_memory_is_written_before_it_is_read(case, metal):
+    """What launches allocate for results holds NaN and the largest integers before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty fills then
+    try:
+        assert torch.empty(3).isnan().all()
+        run(case, *metal)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", covering_set(), ids=lambda case: case.name)
 def test_covering_set(case, metal):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.backends.metal import emulator
-from tests.backends.metal.emulator import EmulationError, compile_shader
+from tests.backends.metal.emulator import EmulationError, compile_shader, emulate
 
 pytestmark = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
 
@@ -185,6 +185,40 @@ def test_broken_kernels_are_caught(what):
         attend(SOURCE.replace(old, new), inputs(2, 40))
 
 
+FENCE = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+DIVERGENT = {  # what a threadgroup of 64 does: which threads are where when it is found
+    f"if (team == 1) return;\n{FENCE}": (
+        "thread 0 is at threadgroup_barrier, line 5, thread 32 has returned"
+    ),
+    f"if (team == 0) return;\n{FENCE}": (
+        "thread 32 is at threadgroup_barrier, line 5, thread 0 has returned"
+    ),
+    f"if (team == 0)\n{FENCE}\nelse\n{FENCE}": (
+        "thread 0 is at threadgroup_barrier, line 5, thread 32 is at threadgroup_barrier, line 7"
+    ),
+    f"if (team == 0) {FENCE} else {FENCE}": (
+        "thread 0 is at threadgroup_barrier, line 4, thread 32 is at threadgroup_barrier, line 4"
+    ),
+    f"if (team == 0) {{\n{FENCE}\n{FENCE} }} else\n{FENCE}": (
+        "thread 0 is at threadgroup_barrier, line 5, thread 32 is at threadgroup_barrier, line 7"
+    ),
+    f"for (uint i = 0; i < team; ++i)\n{FENCE}": (
+        "thread 32 is at threadgroup_barrier, line 5, thread 0 has returned"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("body", DIVERGENT)
+def test_simdgroups_that_do_not_meet_at_a_barrier(body, backwards):
+    library = compile_shader(
+        HEADER + "kernel void f(device int* x, uint at [[thread_index_in_threadgroup]]) { uint team = at / 32;\n"
+        f"{body}\nx[at] = 1; }}", backwards,
+    )  # fmt: skip
+    with pytest.raises(EmulationError, match=f"divergence in group 0: {DIVERGENT[body]}"):
+        library.f(torch.zeros(64, dtype=torch.int32), threads=64, group_size=64)
+
+
 def test_simdgroup_barrier_orders_a_simdgroup():
     fence = "simdgroup_barrier(mem_flags::mem_threadgroup); if (lane == 0) "
     attend(SOURCE.replace(ROW, fence + AFTER + ROW), inputs(2, 40))
@@ -195,7 +229,6 @@ def test_simdgroup_barrier_orders_a_simdgroup():
 
 ADD, LOAD, STORE = (f"atomic_{name}_explicit(&n[0], " for name in ("fetch_add", "load", "store"))
 PLAIN = "((threadgroup int*)n)[0]"
-FENCE = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 ATOMICS = {  # what a threadgroup of 64 does with one atomic number, and what is wrong with it
     f"if (i == 0) {STORE}0, relaxed); {FENCE} {ADD}1, relaxed); {ADD}2, relaxed); {FENCE} x[i] = {LOAD}relaxed);": None,
     f"{STORE}7, relaxed); x[i] = {LOAD}relaxed);": None,
@@ -245,6 +278,44 @@ def test_threadgroup_arrays_are_aligned_like_their_types():
     assert x.item() == 1
     with pytest.raises(EmulationError, match=r"misaligned: an address ends in 8.*, at line 5"):
         compile_shader(source.replace("TYPE", "half4")).f(x)
+
+
+SHIFTS = {  # what a kernel does, and by how much it shifts too far
+    "x[1] = 1 << x[0];": 40,
+    "x[1] = int(uint(x[1]) >> uint(x[0]));": 40,
+    "uint2 y = uint2(1u) << uint2(uint(x[0])); x[1] = int(y[0]);": 40,
+    "x[1] <<= -x[2];": -3,
+    "ulong y = 1; x[1] = int(y << (x[0] + 24));": 64,
+    "ulong y = 1; x[1] = int((y << x[0]) >> 40);": None,
+    "x[1] = x[0] > 31 ? 1 : 1 << x[0];": None,
+}
+
+
+@pytest.mark.parametrize("body", SHIFTS)
+def test_shifts_by_the_width_of_a_number_or_more(body):
+    """Undefined in C++14, which Metal follows."""
+    library, x = compile_shader(HEADER + f"kernel void f(device int* x) {{\n{body} }}"), torch.tensor([40, 1, 3]).int()
+    if SHIFTS[body] is None:
+        library.f(x, threads=1)
+        assert x.tolist() == [40, 1, 3]
+    else:
+        with pytest.raises(EmulationError, match=f"a shift by {SHIFTS[body]}, thread 0 of group 0, at line 4"):
+            library.f(x, threads=1)
+
+
+@pytest.mark.skipif("pattern" not in " ".join(emulate.flags()), reason="needs g++ 12")
+@pytest.mark.parametrize(
+    "body", ["float y[8]; y[3] = 1;", "float4 y[4]; y[1] = 1;", "half y[4]; y[1] = 1;"], ids=["float", "float4", "half"]
+)
+def test_what_a_thread_never_wrote_is_wild(body):
+    """No zeros by chance; which line read it is not told."""
+    read = "y[int(x[1])][0]" if "float4" in body else "y[int(x[1])]"
+    library, x = (
+        compile_shader(HEADER + f"kernel void f(device float* x) {{ {body} x[0] = {read}; }}"),
+        torch.tensor([0, 2.0]),
+    )
+    library.f(x, threads=1)
+    assert not abs(x[0]) < 1e30
 
 
 REFUSED = {

@@ -31,7 +31,7 @@ ALONE = threading.RLock()  # one compiler or launch at a time: fibers and marks 
 MOST_BYTES = 4096  # of a list or number: Metal copies them into the command
 FLAGS = [
     "-std=c++14", "-Werror=vla", "-Werror=c++17-extensions", "-O1", "-g1", "-fPIC", "-ffp-contract=off",
-    "-fsingle-precision-constant", "-fsanitize=thread,bounds,alignment", "-fcallgraph-info",
+    "-fsingle-precision-constant", "-fsanitize=thread,bounds,alignment,shift-exponent", "-fcallgraph-info",
 ]  # fmt: skip
 
 
@@ -41,6 +41,12 @@ def why_not() -> str | None:
         if shutil.which(program) is None:
             return f"the emulator of Metal needs {program}"
     return None if os.uname().sysname == "Linux" else "the emulator of Metal runs on Linux"
+
+
+@functools.cache
+def flags() -> list[str]:
+    """What a thread does not write holds no zeros by chance, where g++ can see to it."""
+    return FLAGS + ["-ftrivial-auto-var-init=pattern"] * (int(_run("g++", "-dumpversion").split(".")[0]) >= 12)
 
 
 def _run(*command: object) -> str:
@@ -53,7 +59,7 @@ def _run(*command: object) -> str:
 @functools.cache
 def _folder() -> Path:
     """Where libraries are kept, by what they are made of, with the runtime and the compiled headers."""
-    made_of = _run("g++", "--version") + " ".join(FLAGS) + "".join(p.read_text() for p in sorted(SHIM.iterdir()))
+    made_of = _run("g++", "--version") + " ".join(flags()) + "".join(p.read_text() for p in sorted(SHIM.iterdir()))
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"aurakv-metal-{os.getuid()}" / digest
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +72,7 @@ def _folder() -> Path:
     _once(header, lambda out: shutil.copy(SHIM / "metal_stdlib", out))
     for name in ("metal_groups.h", "metal_types.h"):
         _once(folder / "include" / name, functools.partial(shutil.copy, SHIM / name))
-    _once(header.with_suffix(".gch"), lambda out: _run("g++", *FLAGS, "-x", "c++-header", header, "-o", out))
+    _once(header.with_suffix(".gch"), lambda out: _run("g++", *flags(), "-x", "c++-header", header, "-o", out))
     return folder
 
 
@@ -106,7 +112,7 @@ class Library:
             include = folder / "include"
             _run(
                 "g++",
-                *FLAGS,
+                *flags(),
                 "-I",
                 include,
                 "-include",

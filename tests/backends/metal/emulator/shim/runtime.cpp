@@ -1,6 +1,6 @@
 // The emulator: threads are fibers, and every memory access of a kernel is looked at. Kernels are compiled with
-// -fsanitize=thread,bounds,alignment and linked WITHOUT the sanitizers' libraries: the hooks that g++ emits are defined
-// here, so that the source keeps raw pointers.
+// -fsanitize=thread,bounds,alignment,shift-exponent and linked WITHOUT the sanitizers' libraries: the hooks that g++ emits are
+// defined here, so that the source keeps raw pointers.
 #include "metal_groups.h"
 
 #include <csetjmp>
@@ -279,6 +279,9 @@ void __tsan_func_entry(void*) {} void __tsan_func_exit() {} void __tsan_init() {
 struct Place { const char* file; uint line, column; };
 void __ubsan_handle_out_of_bounds(Place* at, size_t i) {
   fail("out of range: index %ld of a declared array, thread %u of group %u, at line %u", long(i), cur->ids.flat, group_index, at->line);
+}
+void __ubsan_handle_shift_out_of_bounds(Place* at, uintptr_t, uintptr_t by) {
+  fail("out of range: a shift by %ld, thread %u of group %u, at @%zx", long(by), cur->ids.flat, group_index, place(__builtin_return_address(0)));
 }
 void __ubsan_handle_type_mismatch_v1(Place* at, uintptr_t p) {
   (void)at; fail("misaligned: an address ends in %x, thread %u of group %u, at @%zx", unsigned(p & 15), cur->ids.flat, group_index, place(__builtin_return_address(0)));
