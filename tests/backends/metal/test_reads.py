@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ import aurakv as kv
 from aurakv.attention.step import Attention, Rows
 from aurakv.backends import reference
 from aurakv.backends.metal import Metal
+from aurakv.format.levels import CODE_BITS
 from aurakv.storage.cache import KVCache
 from tests.backends.metal import emulator
 
 pytestmark = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
 TOKENS, DIM = 96, 128
+LAB = (Path(__file__).parents[3] / "docs" / "lab" / "metal.md").read_text(encoding="utf-8")
 
 
 class Counting:
@@ -37,20 +40,20 @@ def counts(kernel, group, queries=1, scoring=None, name="k4v4"):
     return found, format
 
 
-def launched(kernel, group, queries, scoring, name="k4v4", heavy=None, damaged=None, splits=None):
+def launched(kernel, group, queries, scoring, name="k4v4", heavy=None, damaged=None, splits=None, tokens=TOKENS):
     """What a launch did, the format, and the differences of out and lse from the reference without a threshold. All
     queries look for one heavy key; a value is damaged."""
     counting = Counting()
     backend = Metal("counted", "cpu", counting)
     torch.manual_seed(0)
     cache = KVCache.contiguous(kv.Format.parse(name, DIM), 1, 2, backend="reference")
-    k, v = torch.randn(2, TOKENS, 2, DIM)
+    k, v = torch.randn(2, tokens, 2, DIM)
     q = torch.randn(queries, 2 * group, DIM)
     if heavy is not None:
         q = 3 * k[heavy].repeat_interleave(group, 0).expand(queries, -1, -1)
     if damaged is not None:
         v[damaged] = torch.nan
-    cache.append(k, v, [0, TOKENS])
+    cache.append(k, v, [0, tokens])
     rows = Rows(torch.tensor([0, queries], dtype=torch.int32), single=queries == 1)
     got = backend.attend(q, Attention(cache.pages, rows, scoring, splits=splits))
     want = reference.attend(q, Attention(cache.pages, rows, dataclasses.replace(scoring, threshold=0.0)))
@@ -103,6 +106,36 @@ def test_all_values_are_read_that_may_count(kernel, group, queries):
         *_, difference = launched(kernel, group, queries, scoring, name, heavy=0, damaged=50)
         assert difference.out.isnan().all()
         assert difference.lse.abs().max() < 1e-4  # of about 38
+
+
+ROWS = {  # of the table in docs/lab/metal.md: kernel, query heads per KV head, queries
+    "simd operations, 1 query head (`attend_rows`)": ("attend_rows", 1, 1),
+    "4 query heads (`attend_rows`)": ("attend_rows", 4, 1),
+    "8 query heads (`attend_tiles`)": ("attend_tiles", 8, 1),
+    "a prompt's 32 rows (`attend_tiles`)": ("attend_tiles", 4, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("bits", "row"),
+    [
+        pytest.param(bits, row, marks=[] if bits == 3 else pytest.mark.full, id=f"{bits}-{ROWS[row]}")
+        for bits in CODE_BITS
+        for row in ROWS
+    ],
+)
+def test_operations_and_bytes_of_a_token(bits, row):
+    """The table of docs/lab/metal.md: what 32 tokens more take."""
+    kernel, group, queries = ROWS[row]
+    few, many = (
+        launched(kernel, group, queries, kv.Scoring(), f"k{bits}v{bits}", splits=1, tokens=tokens)[0]
+        for tokens in (64, 96)
+    )
+    taken = {name: (many[name] - few[name]) / 32 / 2 for name in few}  # of each of 2 KV heads
+    at = [line for line in LAB.splitlines() if line.startswith("| bits |")][-1].split("|").index(f" {bits} ")
+    cells = {line.split("|")[1].strip(): line.split("|") for line in LAB.splitlines() if line.startswith("| ")}
+    assert f"{taken['keys read'] + taken['values read']:.0f}" == cells["bytes read"][at].strip()
+    assert f"{taken['simd operations']:.2f}" == cells[row][at].strip()
 
 
 def test_simd_operations_of_a_decode():
