@@ -319,3 +319,18 @@ def test_refusals_of_vllm_are_those_of_the_code():
     for check in checks.elts:
         text = check.elts[1].value if isinstance(check.elts[1], ast.Constant) else check.elts[1].values[0].value
         assert any(each.startswith(text.split(",")[0].rstrip()) for each in sentences), text
+
+
+METAL = re.compile(r"backends/metal|Metal (backend|kernels)|metal chosen|-m mps|--device mps")
+UNTRIED = "emulated on Linux; not yet run on an Apple GPU"
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "roots.md"], ids=lambda path: path.name)
+def test_who_speaks_of_the_metal_backend_says_that_no_apple_gpu_has_run_it(path):
+    """In the same paragraph, item or row; a page about it says so first. roots.md has kernels of others."""
+    text = path.read_text(encoding="utf-8")
+    if path.name in ("apple.md", "metal.md"):
+        assert UNTRIED.lower() in " ".join(text.split("\n\n", 3)[1:3]).replace("\n", " ").lower()
+        return
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.)\s)", text):
+        assert not METAL.search(part) or UNTRIED in " ".join(part.split()), part

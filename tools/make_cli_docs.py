@@ -16,6 +16,8 @@ its `--help` by `make docs`.
 Results go to stdout, progress to stderr. With `--json` stdout is one JSON document. A wrong argument, file or model is
 one sentence on stderr and the exit code 2; Ctrl-C gives 130. The default model is SmolLM2-135M-Instruct, which comes
 from a package on PyPI and is converted once; `--model` takes a local path or a hub id, and remote code is never run.
+
+`--device mps` uses the [Metal backend](apple.md): emulated on Linux; not yet run on an Apple GPU.
 """
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import CapacityError, InputError, counted
 from . import arguments, loading
 from .screen import Screen, bytes_text, time_text
+
+if TYPE_CHECKING:
+    import torch
 
 TOKENS = {"cpu": [1024, 4096, 16384, 65536], "cuda": [2048, 8192, 32768, 131072]}
 FORMATS = ["k8v8", "k8v4", "k4v4", "k2v2"]
@@ -24,7 +27,8 @@ def add(subparsers: Any) -> None:
         "One decode call (one query per sequence, one layer) for each number of tokens and each format, against the\n"
         "fastest bfloat16 attention of torch over uncompressed keys and values. The methods take turns; each result\n"
         "is first checked against float64 on the same codes. GB/s are compressed bytes; their share of the memory\n"
-        "bandwidth measured in the same run says how much is left to win.",
+        "bandwidth measured in the same run says how much is left to win.\n"
+        "--device mps times the Metal backend: emulated on Linux; not yet run on an Apple GPU.",
         [
             "aurakv bench",
             "aurakv bench --tokens 4K,32K --formats k4v4,k8v4 --batch 4 --plot bench.png",
@@ -91,13 +95,15 @@ def run(args: argparse.Namespace) -> None:
     for row in rows:
         if "GB/s" in row:
             row["of read bandwidth"] = round(row["GB/s"] * 1e9 / speed, 3)
-    facts = machine.facts(device)
+    facts, limit = machine.facts(device), _limit(device, args.backend, args.formats[0], args.head_dim)
     heads = f"{args.batch} × {counted(args.heads, 'query head')}, {counted(args.kv_heads, 'KV head')}"
     about = f"{heads} of dimension {args.head_dim}"
     screen.say(
         f"{facts['device']}, {counted(facts['threads'], 'thread')}, torch {torch.__version__};"
         f" reads {speed / 1e9:,.1f} GB/s"
     )
+    if limit is not None:
+        screen.say(limit)
     screen.table(
         f"decode, {about}",
         [">tokens", "method", ">a call", ">GB/s", ">of bandwidth", ">times torch bf16"],
@@ -110,7 +116,17 @@ def run(args: argparse.Namespace) -> None:
         plot.growth(rows, f"A decode call on {facts['device'].split(',')[0]}: {about}", args.plot)
         screen.say(f"picture: {args.plot}")
     picture = None if args.plot is None else str(args.plot)
-    screen.result({**facts, "bandwidth": speed, "rows": rows, "line": line, "plot": picture})
+    screen.result({**facts, "bandwidth": speed, "rows": rows, "line": line, "plot": picture, "limit": limit})
+
+
+def _limit(device: torch.device, backend: str | None, format: str, head_dim: int) -> str | None:
+    """What whoever reads these times must know about the backend."""
+    from .. import backends
+    from ..backends import metal
+    from ..format.codec import Format
+
+    chosen = backends.select(backend, Format.parse(format, head_dim), device)
+    return f"{chosen.name}: {metal.LIMIT}" if isinstance(chosen, metal.Metal) else None
 
 
 def _line(facts: dict[str, Any], speed: float, about: str, rows: list[dict[str, Any]]) -> str:

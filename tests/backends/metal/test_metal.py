@@ -312,13 +312,18 @@ def test_info_and_bench_take_it_by_themselves(by_itself, capsys):
     assert cli.main(["info", "--json"]) == 0
     (row,) = (row for row in json.loads(capsys.readouterr().out)["devices"] if row["device"] == device)
     assert (row["chosen"], row["paths"]["metal"]) == ("metal", "emulated on Linux; not yet run on an Apple GPU")
-    shape = "--tokens 64 --heads 4 --kv-heads 1 --head-dim 64 --formats k4v4 --rounds 1 --json"
-    assert cli.main(["bench", "--device", device, *shape.split()]) == 0
+    shape = "--tokens 64 --heads 4 --kv-heads 1 --head-dim 64 --formats k4v4 --rounds 1"
+    assert cli.main(["bench", "--device", device, *shape.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["limit"] == "metal: emulated on Linux; not yet run on an Apple GPU"
     assert any(row.get("format") == "k4v4" and row["us"] > 0 for row in found["rows"]), found
     assert device == "mps" or {"encode", "attend_rows"} <= {
         name for source in sources for name in re.findall(r"kernel void (\w+)", source)
     }
+    assert cli.main(["bench", "--device", device, *shape.split()]) == 0
+    assert f"\n{found['limit']}\n" in capsys.readouterr().out
+    assert cli.main(["bench", "--device", device, *shape.split(), "--backend", "reference", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["limit"] is None
 
 
 def test_source_does_not_depend_on_the_default_device():
