@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,13 @@ from tests.backends.metal import emulator
 from tests.helpers.pretended_mps import pretending
 
 pytestmark = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
+
+
+ROOT = Path(__file__).parents[3]
+FOR_APPLE_GPUS = (  # of what `pytest -m mps` chooses, a part that takes a minute
+    "tests/backends/metal", "tests/backends/test_widths.py", "tests/backends/test_sparse_values.py",
+    "tests/format/test_signs.py", "tests/storage/test_cache.py", "tests/storage/test_slots.py",
+)  # fmt: skip
 
 
 def test_it_refuses_what_the_device_refuses():
@@ -69,3 +80,17 @@ def test_transformers_take_it_through_attach(tokens):
         want = logits(model, AuraCache(model.config, "k4v4", backend="reference"), *there).cpu()
     real = mask.bool()
     assert (got - want)[real].norm() < 1e-3 * want[real].norm()
+
+
+@pytest.mark.full
+def test_the_tests_for_an_apple_gpu_pass_here():
+    """As pretended_mps.py says, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.helpers.pretended_mps_plugin",
+         "-m", "mps and not full", "-k", "not compile and not inductor and not threads", *FOR_APPLE_GPUS],
+        cwd=ROOT, capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    told = done.stdout.splitlines()[-1]
+    assert int(re.match(r"(\d+) passed", told)[1]) >= 80, told
+    assert "skipped" not in told
