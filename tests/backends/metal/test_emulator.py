@@ -329,6 +329,7 @@ REFUSED = {
     "recursion: g calls h calls g": HEADER
     + "static int h(int x);\nstatic int g(int x) { return h(x); }\nstatic int h(int x) { return g(x); }",
     "recursion: f calls f": HEADER + "struct S { int f(int x) const { return x > 0 ? f(x - 1) : 0; } };",
+    "recursion: m calls m": HEADER + "static int m(int x) { return x < m(x - 1) && x > (2) ? 1 : 0; }",
     "recursion: g calls g": HEADER + "template <class T> static T g(T x) { return x > 0 ? g<T>(x - 1) : T(0); }",
     "recursion: h calls g calls h": HEADER
     + "template <int N, class T> static T g(T x);\ntemplate <class T> static T h(T x) { return g<2, vec<T, 2>>(x); }\n"

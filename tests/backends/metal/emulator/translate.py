@@ -30,7 +30,7 @@ FORBIDDEN = (
 SCALARS = "bool|char|uchar|short|ushort|int|uint|long|ulong|float|half|size_t|atomic_int|atomic_uint"
 TYPE = rf"(?:(?:packed_)?(?:{SCALARS})[234]?|simdgroup_(?:float|half)8x8|auto|T)"
 SPACES = "device|constant|threadgroup|thread"
-CALL = r"\b(\w+)\s*(?:<(?:[^<>;{}]|<[^<>;{}]*>)*>\s*)?\("  # of a function, perhaps a template
+CALL = r"\b(\w+)(?=(\s*(?:<(?:[^<>;{}]|<[^<>;{}]*>)*>\s*)?)\()"  # of a function, perhaps a template
 BODY = r"\s*(?:\b(?:const|device|constant|threadgroup|thread)\b\s*)*\{"  # of a function, behind its arguments
 LACKING = {  # what else Metal has not, and how it looks
     "long double": r"(?<![\w.])(?:\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)[lL]\b",
@@ -187,11 +187,11 @@ def _refuse_recursion(text: str) -> None:
     macros = re.findall(r"^[ \t]*#define[ \t]+(\w+)(.*(?:\\\n.*)*)", text, re.M)
     calls = {name: set(re.findall(r"\w+", body)) for name, body in macros}
     for match in re.finditer(CALL, text):
-        end = closing(text, match.end() - 1, "()") + 1
+        end = closing(text, match.end(2), "()") + 1
         if match[1] not in ("if", "for", "while", "switch") and (brace := re.compile(BODY).match(text, end)):
             body = text[brace.end() - 1 : closing(text, brace.end() - 1, "{}")]
-            words = set(re.findall(CALL, body)) | set(re.findall(r"\w+", body)) & {m[0] for m in macros}
-            calls.setdefault(match[1], set()).update(words)
+            called = {m[1] for m in re.finditer(CALL, body)}
+            calls.setdefault(match[1], set()).update(called | set(re.findall(r"\w+", body)) & {m[0] for m in macros})
     _refuse_cycles(calls, lambda name: name)
 
 
@@ -201,7 +201,7 @@ def refuse_recursion(graph: str) -> None:
     nodes = dict(re.findall(r'^node: { title: "([^"]*)" label: "([^"]*)"', graph, re.M))
     calls: dict[str, set[str]] = {name: set() for name in nodes}
     for caller, callee in re.findall(r'^edge: { sourcename: "([^"]*)" targetname: "([^"]*)"', graph, re.M):
-        calls[caller].add(callee)
+        calls.setdefault(caller, set()).add(callee)
 
     def told(name: str) -> str:
         what, _, place = nodes[name].partition("\\n")
