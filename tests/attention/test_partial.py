@@ -216,3 +216,10 @@ def test_join_is_merge():
         got, expected = join(a, b), kv.merge(a, b)
         torch.testing.assert_close(got.lse, expected.lse, equal_nan=True)
         torch.testing.assert_close(got.out, expected.out, equal_nan=True)
+
+
+def test_outputs_of_different_dtypes():
+    """In any order: the dtype that holds all of them."""
+    for a, b, both in ((1, 2, torch.float32), (2, 3, torch.float32), (0, 3, torch.float64)):
+        parts = partial(1, DTYPES[a]), partial(2, DTYPES[b])
+        assert kv.merge(*parts).out.dtype == kv.merge(*reversed(parts)).out.dtype == both

@@ -136,6 +136,12 @@ def test_bad_files_are_refused(what, tmp_path):
         Policy.load(file)
 
 
+@pytest.mark.parametrize("name", ["key_scale", "key_weight"])
+def test_what_a_file_would_not_keep_positive(name):
+    with pytest.raises(InputError, match=f"{name} of layer 0 must be positive, in float16"):
+        Policy(1, 64, (LayerPolicy("k4v4", **{name: torch.full((1, 64), 1e-8)}),))
+
+
 def test_bad_sources(tmp_path):
     with pytest.raises(FileError, match="cannot be read"):
         Policy.load(tmp_path / "none.json")

@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from aurakv.errors import CapacityError  # noqa: E402
-from aurakv.hf import AuraCache  # noqa: E402
+from aurakv.hf import AuraCache, attach  # noqa: E402
 from aurakv.hf.layer import AuraLayer  # noqa: E402
 from aurakv.hf.padding import Padding  # noqa: E402
 from tests.hf.small_models import dynamic, generate, left_padded, logits, made, prompt  # noqa: E402
@@ -75,6 +75,39 @@ def test_crop_beyond_what_a_window_keeps(name):
         cache.crop(-300)
     assert all(layer.cache.lengths == [400] for layer in cache.compressed)
     assert cache.get_seq_length() == 400
+
+
+def test_crop_that_another_layer_refuses():
+    """A convolution that does not record what it forgets stands behind the attention layer."""
+    config = transformers.Lfm2Config(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["full_attention", "conv"], pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache = attach(model, "k4v4")
+    with torch.no_grad():
+        model(prompt(1, 20), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="past states"):
+        cache.crop(-3)
+    assert cache.lengths == [20]
+
+
+@pytest.mark.parametrize(
+    ("change", "lengths"),
+    [
+        (lambda cache: cache.batch_repeat_interleave(2), [5, 5, 5, 5]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [5]),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [5, 5]),
+    ],
+)
+def test_sequences_that_nobody_has_attended_to(change, lengths):
+    _, ours = made("llama")
+    cache = AuraCache(ours.config, "k8v8")
+    k = torch.randn(2, 2, 5, 16)
+    for layer in range(len(cache.layers)):
+        cache.update(k, k, layer)
+    change(cache)
+    assert cache.lengths == lengths
 
 
 def test_deepcopy():

@@ -275,6 +275,11 @@ def test_wrong_input():
     ]:
         with pytest.raises(InputError, match=sentence):
             read(**options)
+    wide, blocks = torch.zeros(1, 4, 256, dtype=torch.uint8), torch.ones(1, 4, 2)
+    for bad in ([torch.nan, torch.nan], [torch.inf, 1.0], [-1.0, 2.0]):
+        blocks[0, 2] = torch.tensor(bad)
+        with pytest.raises(InputError, match="norms must be finite and not negative"):
+            legacy_cache.from_turboquant((wide, blocks), (wide, torch.ones(1, 4, 2)), 4, head_dim=512)
     words = (data.view(torch.int32), norms)
     with pytest.raises(InputError, match="a value codebook must have one of"):
         legacy_cache.from_aura(words, words, (torch.ones(16), torch.ones(15)), 5, head_dim=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ def _log_base(base: float) -> float:
 
 def merge(*parts: Partial) -> Partial:
     """Attention over the union of the keys of all parts. Associative, commutative; lse = −inf is neutral.
+    Outputs of different dtypes give one that holds both.
 
     A NaN in a part that counts makes the result NaN. Parts with lse = +inf (a sink logit of +inf) outweigh all others.
     """
@@ -79,7 +81,8 @@ def merge(*parts: Partial) -> Partial:
     weight = torch.where(torch.isposinf(total), torch.isposinf(lse).to(lse.dtype), lse.softmax(0))
     empty = torch.isneginf(lse)
     merged = (weight.masked_fill(empty, 0)[..., None] * out.masked_fill(empty[..., None], 0)).sum(0)
-    return Partial(merged.to(first.out.dtype), total)
+    dtype = functools.reduce(torch.promote_types, (part.out.dtype for part in parts))
+    return Partial(merged.to(dtype), total)
 
 
 def join(a: Partial, b: Partial) -> Partial:

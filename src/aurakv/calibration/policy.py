@@ -115,10 +115,9 @@ class Policy:
             for name, codec in (("key_offset", format.key), ("value_offset", format.value)):
                 if getattr(layer, name) is not None and not codec.coded:
                     raise InputError(f"{name} of layer {number} has no meaning for vectors stored at 16 bits")
-            if layer.key_scale is not None and not bool((layer.key_scale > 0).all()):
-                raise InputError(f"key_scale of layer {number} must be positive")
-            if layer.key_weight is not None and not bool((layer.key_weight > 0).all()):
-                raise InputError(f"key_weight of layer {number} must be positive")
+            for name, tensor in (("key_scale", layer.key_scale), ("key_weight", layer.key_weight)):
+                if tensor is not None and not bool((tensor.half() > 0).all()):  # in files, too
+                    raise InputError(f"{name} of layer {number} must be positive, in float16")
 
     @property
     def bytes_per_token(self) -> int:

@@ -112,7 +112,8 @@ def run(args: argparse.Namespace) -> None:
             makers[name] = maker(name, loaded.model.config, policy)
         if policy is not None:
             policies[name] = policy
-    for name in sorted(set(policies) & set(shipped())) if not args.text else []:
+    own = {recent_and_name(name)[1] for name in policies} & set(shipped())
+    for name in sorted(own) if not args.text else []:
         screen.note(f"{name} was made on the built-in text, so measure it on another one: --text FILE")
     results.facts = {
         "model": loaded.name,

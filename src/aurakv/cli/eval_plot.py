@@ -54,10 +54,11 @@ def kind(name: str) -> str:
 
     if name in rivals.names():
         return "rival"
+    recent, name = recent_and_name(name)
+    if recent:
+        return "recent"
     if name.startswith(PLAIN):
         return "plain"
-    if recent_and_name(name)[0]:
-        return "recent"
     return "format" if name[0] == "k" and name[1:2].isdigit() else "policy"
 
 

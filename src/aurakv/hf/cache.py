@@ -129,7 +129,9 @@ class AuraCache(Cache):  # type: ignore[misc]
         """Remove the last −n columns (older versions: keep the first n) from all layers, or from none."""
         for layer in self.compressed:
             layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        # layers of transformers, which may refuse, before those that will not
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, AuraLayer)):
+            layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         index = beam_idx.tolist()  # once for all layers

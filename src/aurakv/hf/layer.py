@@ -143,9 +143,11 @@ class AuraLayer(CacheLayerMixin):  # type: ignore[misc]
         self.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._settle()
         self.select([seq for seq in range(self.tokens.padding.seqs) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._settle()
         self.select(torch.arange(self.tokens.padding.seqs)[indices.cpu()].tolist())
 
     def offload(self) -> None:

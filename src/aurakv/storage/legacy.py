@@ -39,7 +39,7 @@ def codes_from_u32(words: Tensor, norms: Tensor, codec: Codec, *, divisor: float
             f"words must be [..., kv_heads, {count}] for {codec.dim} codes of {codec.bits} bits,"
             f" got {list(words.shape)}"
         )
-    _check_norms(norms, words, words.shape[:-1])
+    check_norms(norms, words, words.shape[:-1])
     octets = words.contiguous().view(torch.uint8)
     if bool((octets[..., codec.row_bytes :] != 0).any()):
         raise InputError(f"the bits of a row after its {codec.dim} codes of {codec.bits} bits must be 0")
@@ -65,7 +65,7 @@ def codes_from_nibbles(data: Tensor, norms: Tensor, codec: Codec, *, divisor: fl
         raise InputError(f"data must be [..., kv_heads, {codec.row_bytes}], got {list(data.shape)}")
     blocks = codec.dim // BLOCK if codec.dim % BLOCK == 0 else 1
     per_block = isinstance(norms, Tensor) and norms.ndim == data.ndim and blocks > 1
-    _check_norms(norms, data, data.shape[:-1] + ((blocks,) if per_block else ()))
+    check_norms(norms, data, data.shape[:-1] + ((blocks,) if per_block else ()))
     if per_block:
         if bool((norms != norms[..., :1]).any()):
             raise InputError(f"norms of the {blocks} blocks of a vector must be equal to become one scale")
@@ -83,7 +83,7 @@ def check_divisor(divisor: float) -> None:
         raise InputError(f"divisor must be positive and finite, got {shown(divisor)}")
 
 
-def _check_norms(norms: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
+def check_norms(norms: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
     checks.floating("norms", norms)
     if norms.shape != shape:
         raise InputError(f"norms must be {list(shape)} like the rows, got {list(norms.shape)}")

@@ -29,7 +29,7 @@ from ..format.codec import Codec, Codes, Format
 from ..format.packing import pack, unpack
 from ..format.rotation import PLAIN, UNROTATED, named_signs
 from .cache import KVCache
-from .legacy import BLOCK, check_divisor, codes_from_nibbles, codes_from_u32, wide
+from .legacy import BLOCK, check_divisor, check_norms, codes_from_nibbles, codes_from_u32, wide
 
 Packed = tuple[Tensor, Tensor]  # codes and norms of one side
 
@@ -110,6 +110,7 @@ def from_turboquant(
         if norms.ndim < 3 or norms.shape != (*data.shape[:2], head_dim // BLOCK) or head_dim % BLOCK:
             rows.append(codes_from_nibbles(data, norms, codec, divisor=divisor))
             continue
+        check_norms(norms, data, norms.shape)
         unequal = (norms != norms[..., :1]).any(-1)
         equal = torch.where(unequal[..., None], 1.0, norms)
         codes = codes_from_nibbles(data, equal, codec, divisor=divisor)
