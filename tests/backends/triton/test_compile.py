@@ -47,7 +47,6 @@ def compile_for(monkeypatch, tmp_path):
                 kernel = kernel.kernel if isinstance(kernel, CompileOnly) else kernel
                 monkeypatch.setattr(module, name, CompileOnly(kernel, capability, seen))
         monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
-        monkeypatch.setattr(unpack, "capability", lambda device: divmod(capability, 10))
         return seen
 
     def report(seen, capability, label):

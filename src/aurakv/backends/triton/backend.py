@@ -23,14 +23,13 @@ from ...attention.scoring import Scoring
 from ...attention.step import Attention, Rows, Run, Step, written
 from ...format.codec import Codec, Codes, Format, unknown_width
 from ...storage.pages import Pages
-from .common.target import device_type
+from .common.target import LEAST_CAPABILITY, device_type
 
 name = "triton"
 
 fast_error = 0.005
 float64 = False
 
-MIN_CAPABILITY = (8, 0)
 WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits that the kernels know
 
 _Result = TypeVar("_Result")
@@ -192,6 +191,6 @@ def _why_not_cuda(device: torch.device) -> str | None:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch finds no CUDA device"
     capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
+    if capability < LEAST_CAPABILITY:
         return f"it needs compute capability 8.0 or newer, got {capability[0]}.{capability[1]}"
     return None

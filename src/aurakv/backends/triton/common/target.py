@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-DECODE_CAPABILITY = (8, 0)  # of GPUs that the decode kernel is for
+LEAST_CAPABILITY = (8, 0)  # of GPUs that the kernels are for
 BULK_CAPABILITY = (9, 0)  # … that have TMA, barriers in shared memory that copies arrive at, and early launches
 
 # KiB of shared memory of a multiprocessor; what is not named here has at least the least of them

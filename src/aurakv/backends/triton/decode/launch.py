@@ -24,7 +24,7 @@ from ....format.codec import Codec, Format
 from ....format.rotation import base_order, hadamard
 from ....storage.pages import Pages
 from ..common.launcher import Launch, most_seqs
-from ..common.target import DECODE_CAPABILITY, OWN_SHARED, Target, capability, multiprocessors, target_of
+from ..common.target import LEAST_CAPABILITY, OWN_SHARED, Target, capability, multiprocessors, target_of
 from .kernel import decode_attention
 from .levels import MINIFLOAT, TABLE, Levels
 from .levels import levels as level_arithmetic
@@ -46,7 +46,7 @@ MOST_TILES = 47 * 1024  # bytes of tiles and queries: a kernel declares at most 
 def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
     """None if `attend` serves this call, else one sentence that says why not."""
     device, group = pages.data.device, q.shape[1] // pages.kv_heads
-    if capability(device) < DECODE_CAPABILITY:
+    if capability(device) < LEAST_CAPABILITY:
         return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"queries are float16, bfloat16 or float32, got {q.dtype}"

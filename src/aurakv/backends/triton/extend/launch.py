@@ -24,7 +24,7 @@ from ..common.arithmetic import integers, poly7_numbers, polynomial
 from ..common.launcher import most_seqs, on
 from ..common.queries import prepare_integers_kernel, prepare_kernel
 from ..common.results import LOG2E, finish
-from ..common.target import DECODE_CAPABILITY, OWN_SHARED, capability, multiprocessors, target_of, warp_groups
+from ..common.target import LEAST_CAPABILITY, OWN_SHARED, capability, multiprocessors, target_of, warp_groups
 from ..decode.levels import minifloat_step
 from .codes import key_asm, value_asm, wide_asm
 from .kernel import extend_kernel
@@ -56,7 +56,7 @@ class Arithmetic(NamedTuple):
 def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
     """None if `launch` serves this call, else one sentence that says why not."""
     device = pages.data.device
-    if capability(device) < DECODE_CAPABILITY:
+    if capability(device) < LEAST_CAPABILITY:
         return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
     return why_not_shape(q, pages, scoring, precision)
 

@@ -11,7 +11,7 @@ from ....format.codec import Codec, Format
 from ....storage.pages import Pages
 from ..common import specialise
 from ..common.launcher import on
-from ..common.target import capability, multiprocessors
+from ..common.target import multiprocessors, warp_groups
 from .kernel import unpack_kernel
 
 TOKENS = 64  # of a tile
@@ -59,7 +59,7 @@ def unpack(
     key_scale: float32 [kv_heads, dim], what stored keys were multiplied by. offset: whether keys get theirs back:
     without it all scores of a query change by the same number."""
     key, value, heads, device = pages.format.key, pages.format.value, pages.kv_heads, pages.data.device
-    layout, hopper = pages.format.layout(pages.page_size), capability(device)[0] == 9
+    layout, hopper = pages.format.layout(pages.page_size), warp_groups(device)
     parts = max(1, min(heads, -(-PROGRAMS * multiprocessors(device) // tiles)))
     each = -(-heads // parts)
     (key_matrix, key_levels), (value_matrix, value_levels) = _constants(key, device), _constants(value, device)
