@@ -5,8 +5,19 @@ import torch
 
 pytest.importorskip("rich", reason="rich is not installed")
 import aurakv
+from aurakv.backends.triton.common import target
+from tests.helpers import ptx
+from tests.helpers.gpu import WHY_NOT_COMPILED, compiles
 
 FEW = ("--tokens", "64,200", "--rounds", 1, "--heads", 4, "--kv-heads", 2, "--head-dim", 64, "--device", "cpu")
+
+
+@pytest.fixture
+def choosing():
+    """Backends are chosen anew, and after the test again: a GPU is assumed meanwhile."""
+    aurakv.backends._best.cache_clear()
+    yield
+    aurakv.backends._best.cache_clear()
 
 
 def test_bench(answer, tmp_path):
@@ -24,7 +35,25 @@ def test_bench(answer, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     slowest = next(row for row in found["rows"] if (row["tokens"], row["method"]) == (200, "k2v2"))
     assert found["line"].startswith(f"aurakv {aurakv.__version__}, torch {torch.__version__}")
-    assert found["line"].endswith(f"; k2v2 {slowest['us']:.1f} µs ×{slowest['times bf16']}")
+    assert slowest["runs"] == aurakv.backends.select(None, aurakv.Format.parse("k2v2", 64), torch.device("cpu")).name
+    assert found["line"].endswith(f"; k2v2 {slowest['us']:.1f} µs ×{slowest['times bf16']} ({slowest['runs']})")
+
+
+@pytest.mark.skipif(bool(ptx.why_not() or WHY_NOT_COMPILED), reason=f"{ptx.why_not() or WHY_NOT_COMPILED}")
+@pytest.mark.parametrize(
+    ("capability", "page", "kernel"),
+    [((8, 6), 64, "decode kernel, tiles by copies of 16 bytes"), ((9, 0), 64, "decode kernel, tiles by TMA"),
+     ((9, 0), 16, "decode kernel, tiles by copies of 16 bytes"), ((12, 0), 24, "portable kernel")],
+)  # fmt: skip
+def test_bench_names_the_kernel(answer, choosing, capability, page, kernel):
+    """On emulated GPUs, which run what they name."""
+    from tests.backends.triton.decode_cases import launches
+    from tests.helpers.ptx.driver import emulating
+
+    with emulating(capability), launches() as ran:
+        found = answer("bench", *FEW, "--formats", "k4v4", "--page", page, "--backend", "triton", "--tokens", 200)
+    assert found["line"].endswith(f" (triton, {kernel})")
+    assert ("decode_attention" in ran) == kernel.startswith("decode")
 
 
 def test_bench_times_nothing_wrong(refused, monkeypatch):
@@ -62,3 +91,18 @@ def test_info(answer, call):
     for name, why in cpu["backends"].items():
         assert name in out
         assert why is None or why in out
+
+
+@compiles
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+def test_info_tells_what_a_gpu_gets(answer, choosing, capability):
+    """Of a GPU that is assumed to be there."""
+    with target.assuming(capability, "cpu", multiprocessors=4):
+        found = answer("info")["devices"][-1]
+    assert found["chosen"] == "triton"
+    tiles, many = found["paths"]["triton"].split("; for many queries ")
+    bulk = "TMA (by copies of 16 bytes in pages of 16 tokens)"
+    assert tiles == "decode kernel, with tiles by " + (
+        bulk if capability >= (9, 0) else "copies of 16 bytes (TMA needs compute capability 9.0)"
+    )
+    assert ("products of single warps" in many) == (capability != (9, 0))

@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import backends, checks
 from ..attention.ops import attend, encode
+from ..attention.scoring import Scoring
+from ..attention.step import Attention
+from ..backends.triton import backend as triton
 from ..errors import AuraError
 from ..format.codec import Format
 from ..storage.cache import KVCache
@@ -103,20 +107,21 @@ def decode(
         if call is not None:
             calls[f"torch {rival}"] = call
     names: dict[str, str] = {}
+    runs: dict[str, str] = {}
     for name in formats:
         format = Format.parse(name, shape.dim)
         pages = cycle(fill(format, shape, device), shape.bytes(format), timer)
         check(q, pages[0], backend)
         method = name if backend is None else f"{backend} {name}"
         calls[method] = _ours(q, pages, backend)
-        names[method] = name
+        names[method], runs[method] = name, _runs(q, pages[0], backend)
     times = timer.compare(calls)
     rows: list[dict[str, Any]] = []
     best = min((x["us"] for method, x in times.items() if method.startswith("torch bf16")), default=None)
     for method, measured in times.items():
         row = {"what": "decode", **shape._asdict(), "method": method, **measured}
         if method in names:
-            row["format"] = names[method]
+            row["format"], row["runs"] = names[method], runs[method]
             row["GB/s"] = round(shape.bytes(Format.parse(names[method], shape.dim)) / measured["us"] / 1e3, 1)
             row["times bf16"] = None if best is None else round(best / measured["us"], 2)
         rows.append(row)
@@ -126,6 +131,15 @@ def decode(
 def _on_cpu(pages: Pages) -> Pages:
     tensors = ("data", "table", "lengths", "overflow")
     return dataclasses.replace(pages, **{name: getattr(pages, name).cpu() for name in tensors})
+
+
+def _runs(q: torch.Tensor, pages: Pages, backend: str | None) -> str:
+    """The backend of a call, on a GPU with its kernel."""
+    chosen = backends.select(backend, pages.format, q.device, q.dtype)
+    if chosen.name != triton.name:
+        return chosen.name
+    rows = checks.rows_of("starts", None, pages.seqs, q.shape[0], q.device)
+    return f"{chosen.name}, {triton.kernel(q, Attention(pages, rows, Scoring()))}"
 
 
 def _ours(q: torch.Tensor, pages: list[Pages], backend: str | None) -> Call:

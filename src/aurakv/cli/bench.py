@@ -130,12 +130,14 @@ def _limit(device: torch.device, backend: str | None, format: str, head_dim: int
 
 
 def _line(facts: dict[str, Any], speed: float, about: str, rows: list[dict[str, Any]]) -> str:
-    """The machine and what the largest number of tokens took on it, in one line."""
+    """The machine, what the largest number of tokens took on it, and by which backend and kernel, in one line."""
     known = facts["versions"]
     versions = ", ".join(f"{name} {known[name]}" for name in ("torch", "triton") if name in known)
     most = max(row["tokens"] for row in rows)
     times = [
-        f"{row['method']} {row['us']:.1f} µs" + (f" ×{row['times bf16']}" if row.get("times bf16") else "")
+        f"{row['method']} {row['us']:.1f} µs"
+        + (f" ×{row['times bf16']}" if row.get("times bf16") else "")
+        + (f" ({row['runs']})" if "runs" in row else "")
         for row in rows
         if row["tokens"] == most
     ]

@@ -8,8 +8,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from aurakv.attention.scoring import Scoring
+from aurakv.attention.step import Attention, Rows
 from aurakv.backends.triton import backend, dispatch
 from aurakv.backends.triton.common import target
+from aurakv.format.codec import Format
+from aurakv.storage.pages import Pages, allocate
 
 
 @pytest.fixture(autouse=True)
@@ -44,4 +48,37 @@ def test_what_a_gpu_gets_is_told(monkeypatch, chosen, way):
     with target.assuming(target.parsed(chosen)):
         sentence = backend.path(torch.device("cuda"))
     assert way in sentence.split("(")[0]
+    assert ("in pages of 16 tokens" in sentence) == (way == "TMA")
     assert sentence.endswith("products of warp groups") == (chosen == "9.0")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "page_size", "queries", "name"),
+    [
+        ("8.0", 64, 1, "decode kernel, tiles by copies of 16 bytes"),
+        ("9.0", 64, 1, "decode kernel, tiles by TMA"),
+        ("9.0", 16, 1, "decode kernel, tiles by copies of 16 bytes"),
+        ("12.0", 32, 4, "decode kernel, tiles by TMA"),
+        ("8.6", 64, 128, "extend kernel, products of single warps"),
+        ("9.0", 64, 128, "extend kernel, products of warp groups"),
+        ("10.0", 64, 128, "extend kernel, products of single warps"),
+        ("9.0", 24, 1, "portable kernel"),
+        ("7.5", 64, 1, "portable kernel"),
+    ],
+)
+def test_the_kernel_of_a_call_is_named(monkeypatch, chosen, page_size, queries, name):
+    """As `attend` takes it."""
+    monkeypatch.setattr(dispatch, "why_no_gluon_paths", lambda: None)
+    format, taken = Format.parse("k4v4", 128), []
+    pages = Pages(
+        format, page_size, allocate(format, page_size, 12, 2, torch.device("cpu")),
+        torch.zeros(1, 12, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+    q, rows = torch.zeros(queries, 8, 128, dtype=torch.bfloat16), Rows(torch.tensor([0, queries], dtype=torch.int32))
+    for path in (dispatch.decode_path(), dispatch.extend_path(), dispatch.portable):
+        monkeypatch.setattr(path, "attend", lambda *args, path=path: taken.append(path))
+    with target.assuming(target.parsed(chosen), "cpu", multiprocessors=4):
+        assert backend.kernel(q, Attention(pages, rows, Scoring())) == name
+        dispatch.attend(q, Attention(pages, rows, Scoring()))
+    (path,) = taken
+    assert path.__name__.split(".")[-2] == name.split()[0]

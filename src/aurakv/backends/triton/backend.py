@@ -67,9 +67,17 @@ def path(device: torch.device) -> str:
     reason = why_no_gluon_paths()
     if reason is not None:
         return f"with the portable kernels only: {reason}"
-    copies = "TMA" if target_of(device).bulk else "copies of 16 bytes (TMA needs compute capability 9.0)"
+    bulk = "TMA (by copies of 16 bytes in pages of 16 tokens)"
+    copies = bulk if target_of(device).bulk else "copies of 16 bytes (TMA needs compute capability 9.0)"
     groups = "warp groups" if warp_groups(device) else "single warps (those of warp groups are for 9.x)"
     return f"decode kernel, with tiles by {copies}; for many queries the kernel with products of {groups}"
+
+
+def kernel(q: Tensor, attention: Attention) -> str:
+    """Which kernel computes `attend` of these, in a few words."""
+    from . import dispatch
+
+    return dispatch.kernel(q, attention)
 
 
 def workspace_bytes(pages: Pages, tokens: int, heads: int, splits: int | None) -> int:

@@ -29,15 +29,25 @@ def attend(q: Tensor, attention: Attention) -> Partial:
     part: Partial
     pages, scoring, precision, workspace = attention.pages, attention.scoring, attention.precision, attention.workspace
     given = (pages, attention.rows, attention.query_ends, scoring, attention.sink_logits, attention.splits)
-    decode = decode_path()
-    if decode is not None and decode.why_not_call(q, pages, scoring, precision) is None:
-        part = decode.attend(q, *given, workspace)
-        return part
-    extend = extend_path()
-    if extend is not None and extend.why_not_call(q, pages, scoring, precision) is None:
-        part = extend.attend(q, *given, workspace)
-        return part
-    return portable.attend(q, *given, precision, workspace)
+    path = _serving(q, attention)
+    if path is None:
+        return portable.attend(q, *given, precision, workspace)
+    part = path.attend(q, *given, workspace)
+    return part
+
+
+def kernel(q: Tensor, attention: Attention) -> str:
+    """Which kernel `attend` takes, in a few words."""
+    path = _serving(q, attention)
+    return "portable kernel" if path is None else str(path.kernel_of(attention.pages))
+
+
+def _serving(q: Tensor, attention: Attention) -> Any:
+    """The launcher of the decode or the extend kernel, whichever serves a call; None: the portable kernel does."""
+    for path in (decode_path(), extend_path()):
+        if path is not None and path.why_not_call(q, attention.pages, attention.scoring, attention.precision) is None:
+            return path
+    return None
 
 
 def decode_path() -> Any:

@@ -84,6 +84,11 @@ def why_not_format(format: Format) -> str | None:
     return None
 
 
+def kernel_of(pages: Pages) -> str:
+    """What serves calls over these pages, in a few words."""
+    return f"decode kernel, tiles by {'TMA' if _bulk(pages) else 'copies of 16 bytes'}"
+
+
 def max_rows(format: Format) -> int:
     """Of a job."""
     return MOST_ROWS[format.key.dim]

@@ -75,6 +75,11 @@ def why_not_shape(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> 
     return why_not_format(pages.format)
 
 
+def kernel_of(pages: Pages) -> str:
+    """What serves calls over these pages, in a few words."""
+    return f"extend kernel, products of {'warp groups' if warp_groups(pages.data.device) else 'single warps'}"
+
+
 @functools.cache
 def why_not_format(format: Format) -> str | None:
     """Why the kernel cannot read a format."""
