@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ if why_not() is not None or EMULATED:
     pytest.skip(why_not() or "this run is emulated", allow_module_level=True)
 
 ROOT = Path(__file__).parents[3]
+LARGE = "../test_conformance.py::test_case[triton-dim-576-512]"  # its tiles take more than 100 KB
 # Small, and together through every kernel: decode with and without pieces, merge, appends, extend, unpack, portable.
 CHOSEN = [
     "test_decode.py::test_groups[4-k4v4]",
@@ -38,7 +40,7 @@ CHOSEN = [
     "test_backend.py::test_steps_of_a_cache[k4v4-fast-8]",
     "test_fit.py::test_encode[64-4-key-17]",
     "../test_conformance.py::test_case[triton-damaged-value]",
-    "../test_conformance.py::test_case[triton-dim-576-512]",
+    LARGE,
     "../test_conformance.py::test_case[triton-window-sinks-cap-logits]",
 ]
 FILES = [
@@ -75,7 +77,20 @@ def test_pairs_of_float32() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability", ["8.0", "9.0"])
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("capability", ["8.6", "12.0"])
+def test_chosen_on_others(capability: str) -> None:
+    """With 100 KB of shared memory, and so other tiles and fewer programs."""
+    emulate(capability, *(test for test in CHOSEN if test != LARGE))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "capability"),
+    [
+        *itertools.product(FILES, ["8.0", "9.0"]),
+        ("test_decode.py", "8.6"),
+        *itertools.product(["test_decode.py", "test_decode_shapes.py", "test_extend.py"], ["12.0"]),
+    ],
+)
 def test_everything(file: str, capability: str) -> None:
     emulate(capability, file)
