@@ -2,18 +2,22 @@
 
 import importlib
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import aurakv as kv
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Attention, Rows
 from aurakv.backends.triton import backend, dispatch
 from aurakv.backends.triton.common import target
+from aurakv.errors import BackendError
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
+from tests.helpers.ptx import library as ptx
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +86,21 @@ def test_the_kernel_of_a_call_is_named(monkeypatch, chosen, page_size, queries, 
         dispatch.attend(q, Attention(pages, rows, Scoring()))
     (path,) = taken
     assert path.__name__.split(".")[-2] == name.split()[0]
+
+
+@pytest.mark.skipif(ptx.why_not() is not None, reason=f"{ptx.why_not()}")
+def test_what_shared_memory_does_not_hold_is_told():
+    from tests.helpers.ptx.driver import emulating
+
+    format = Format.parse("k4v4", (576, 512))
+    cache = kv.KVCache.contiguous(format, 1, 1, capacity=64, backend="reference")
+    cache.append(torch.randn(20, 1, 576), torch.randn(20, 1, 512))
+    rows = Rows(torch.tensor([0, 1], dtype=torch.int32))
+    with emulating((8, 6)):
+        asked = Attention(cache.pages, rows, Scoring(), precision="float32")
+        for q in (torch.randn(1, 2, 576), torch.randn(1, 2, 576).bfloat16()):
+            with pytest.raises(BackendError, match=r"takes 13\d{4} bytes of shared memory, and this GPU has 101376"):
+                backend.attend(q, asked)
+        out = backend.attend(q, replace(asked, precision="fast")).out
+    wanted = cache.attend(q.float()).out
+    assert float((out - wanted).norm() / wanted.norm()) < 0.02
