@@ -284,11 +284,25 @@ def test_rejected_drafts_come_back_to_their_group() -> None:
     """Also where the group was full with them."""
     torch.manual_seed(7)
     engine = Engine(kv.Scoring())
+    for other in range(10, 30):  # have come and gone: every entry was used once
+        one(engine, [other], NOTHING, NOTHING, 3)
     _, k, v = one(engine, [1, 2, 3], NOTHING, NOTHING, 30)
     for _ in range(12):
         found, more_k, more_v = one(engine, [1, 2, 3], k, v, 4)
         assert found < 4e-3
         k, v = more_k[: len(k) + 1], more_v[: len(v) + 1]
+
+
+def test_a_sequence_that_pads_the_batch() -> None:
+    """Beside one whose rows are in two groups."""
+    torch.manual_seed(8)
+    engine = Engine(kv.Scoring(), "k8v8")
+    _, k, v = one(engine, [1, 2, 3], NOTHING, NOTHING, 12)
+    none = torch.zeros(0, HEADS, DIM)
+    (q,), (new_k,), (new_v,) = tokens(8, heads=HEADS * GROUPED), tokens(8), tokens(8)
+    padded = [q, none.repeat(1, GROUPED, 1)], [new_k, none], [new_v, none]
+    (out, _) = engine.step([[1, 2, 3], [0]], [20, 0], *padded)
+    assert error(out, engine.wanted([1, 2, 3], q, torch.cat([k, new_k]), torch.cat([v, new_v]))) < 4e-3
 
 
 @pytest.mark.gpu

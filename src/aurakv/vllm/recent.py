@@ -28,7 +28,7 @@ from .cut import Cut, Lost
 
 MOST, LEAST = 64, 16  # tokens of a group
 SPARE = 32  # entries beyond those of sequences that may run
-_LEFT = 1 << 20  # an entry of a group that is full counts as unused for so many steps
+_LEFT = 1 << 20  # an entry of a group that is full counts as unused for so many steps, from the next one on
 
 
 def group_size(recent: int) -> int:
@@ -108,8 +108,8 @@ class Recent(Groups):
         for piece in begun:
             entry = self._entry(places[piece])
             kept[entry.number] = entry.fill(piece)
-            if piece is not last[piece.seq]:  # full: given away first, unless drafts that are rejected come back to it
-                entry.used -= _LEFT
+            if piece is not last[piece.seq]:
+                entry.left = self.step
         for piece in last.values():
             if not piece.old:
                 entry = self._entry(places[piece])
@@ -118,7 +118,7 @@ class Recent(Groups):
         new = [(number, at + i, row) for number, (at, rows_) in kept.items() for i, row in enumerate(rows_)]
         if not pieces:
             return None
-        cut = _described(pieces, old, new, lost, whole=len(pieces) == len(lengths))
+        cut = _described(pieces, old, new, lost, whole=len(pieces) == len(last) == len(lengths))
         if cut.whole:
             seqs = len(pieces)
             self.slots[:seqs] = torch.tensor([self._of[places[piece]].number for piece in pieces])
@@ -144,7 +144,7 @@ class Recent(Groups):
         time. Layers read old groups before they write new ones, so that may be one that this step reads."""
         entry = self._of.get(place)
         if entry is None:
-            entry = min(self.entries, key=lambda each: each.used)
+            entry = min(self.entries, key=lambda each: each.last_used(self.step))
             if entry.place is not None:
                 self._of.pop(entry.place)
             self._of[place], entry.place = entry, place
@@ -158,14 +158,21 @@ class _Entry:
 
     number: int
     used: int = -(1 << 40)  # the last step that used it
+    left: int | None = None  # the step that filled its group up: none needs it again, but to come back from drafts
     place: tuple[int, int] | None = None  # the block of its group, and where in it
     filled: int = 0  # tokens
     tag: bytes | None = None  # their codes after the step that wrote them
 
     def fill(self, piece: Piece) -> tuple[int, range]:
         """With the rows of a piece: where they go, and which they are."""
-        self.filled, self.tag = piece.old + len(piece.rows), None
+        self.filled, self.tag, self.left = piece.old + len(piece.rows), None, None
         return piece.old, piece.rows
+
+    def last_used(self, step: int) -> float:
+        """Full groups are given away first, but not in the step that fills them: it may hold drafts."""
+        if self.left is None:
+            return self.used
+        return self.used - (_LEFT if self.left < step else 0.5)
 
     def codes(self, pages: Pages) -> bytes:
         assert self.place is not None
