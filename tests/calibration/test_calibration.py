@@ -76,7 +76,12 @@ def test_fitted_and_nearest_codes_are_kept_apart(tmp_path, monkeypatch):
         (lambda d: d["layers"]["0"].update(key_scale=d["layers"]["0"]["key_offset"]), "positive key_scale"),
         (lambda d: d["layers"]["0"]["moved"].pop("4"), "at the widths"),
         (lambda d: d["layers"]["0"]["moved"].update({"4": float("nan")}), "at the widths"),
+        (lambda d: d["layers"]["0"]["moved"].update({"4": 10**400}), "at the widths"),
+        (lambda d: d["layers"]["0"]["moved"].update({"4": -1.0}), "at the widths"),
         (lambda d: d["layers"]["0"].pop("moved_plain"), "of a calibration has"),
+        (lambda d: d.update(first=-4), "a number of first tokens"),
+        (lambda d: d.update(first=True), "a number of first tokens"),
+        (lambda d: d.update(limited=1.5), "limited must be a number of tokens"),
     ],
 )
 def test_damaged_files_are_refused(change, sentence):
@@ -84,6 +89,23 @@ def test_damaged_files_are_refused(change, sentence):
     change(document)
     with pytest.raises(FileError, match=sentence):
         Calibration.loads(json.dumps(document))
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrations, "cache_folder", lambda: tmp_path)
+    path = made(layer(falling(0.01))).keep()
+    path.write_bytes(b"\xff")
+    with pytest.raises(FileError, match="cannot be read"):
+        Calibration.kept("0" * 32, False)
+    monkeypatch.setattr(calibrations, "cache_folder", lambda: tmp_path / ("long" * 100))
+    with pytest.raises(FileError, match="cannot be read"):
+        Calibration.kept("0" * 32, False)
+
+
+def test_a_file_says_that_an_engine_was_limited():
+    for limited in (None, 0, 72):
+        one = dataclasses.replace(made(layer(falling(0.01))), limited=limited)
+        assert Calibration.loads(one.dumps()).limited == limited
 
 
 def test_a_format_that_keys_survive_is_taken_as_it_is():

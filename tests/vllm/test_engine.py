@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -169,6 +170,18 @@ def test_a_format_is_calibrated(
     before = kept.stat().st_mtime_ns
     assert equal_predictions(model, "k4v4", expected) == calibrated
     assert kept.stat().st_mtime_ns == before
+
+
+def test_a_calibration_that_could_be_better_is_made_again(model: Path, calibrations: Path) -> None:
+    """One from fewer tokens than this engine can read, and a file that says nothing."""
+    limits = []
+    for tokens, damage in ((72, False), (256, False), (72, False), (256, True)):
+        if damage:
+            next(calibrations.iterdir()).write_bytes(b"\xff")
+        with engine(model, "k4v4", max_num_batched_tokens=tokens):
+            (kept,) = calibrations.iterdir()
+            limits.append(json.loads(kept.read_text())["limited"])
+    assert limits == [72, 256, 256, 256]
 
 
 def biased_model(folder: Path) -> Path:

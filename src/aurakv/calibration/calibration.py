@@ -25,6 +25,7 @@ KIND, VERSIONS = "aurakv-calibration", (1, 2)  # 1: without weights
 DEFAULT = "k4v4"  # where nobody names a format
 BROKEN = 1.0  # nats by which the attention of one layer may move in a model that is served
 WIDTHS = (2, 3, 4, 5, 6, 8)  # at which attention is measured
+MOST_NATS = 1e30  # a number that is no measurement
 MAX_BYTES = 256 * 2**20
 _FIELDS = {"kind", "version", "model", "source", "first", "layers"}
 _LAYER = {"kv_heads", "head_dim", "key_offset", "key_scale", "moved", "moved_plain"}
@@ -67,6 +68,7 @@ class Calibration:
     source: str  # the text, and how many tokens of it
     first: int  # first tokens of a sequence that were uncompressed when movements were measured
     model: str = ""  # `identity_of` it; empty: not kept
+    limited: int | None = None  # tokens, where an engine could not read as many as it wanted; 0: they were random ones
 
     def chosen(self, format: str | None, plain: bool = False, device_type: str = "cpu") -> Chosen:
         """The named format for all layers, or DEFAULT with wider keys where a layer needs them."""
@@ -152,6 +154,7 @@ class Calibration:
             "model": self.model,
             "source": self.source,
             "first": self.first,
+            **({} if self.limited is None else {"limited": self.limited}),
         }
         return json.dumps({**fields, "layers": layers}, indent=1) + "\n"
 
@@ -162,17 +165,19 @@ class Calibration:
             read = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise FileError(f"a calibration is a JSON object: {error}") from error
-        if not isinstance(read, dict) or set(read) != _FIELDS or read["kind"] != KIND:
+        if not isinstance(read, dict) or set(read) - {"limited"} != _FIELDS or read["kind"] != KIND:
             raise FileError(f"a calibration is a JSON object of kind {KIND!r} with the fields {sorted(_FIELDS)}")
         if read["version"] not in VERSIONS:
             raise FileError(f"this version reads calibrations of version {VERSIONS}, got {short(read['version'])}")
-        layers, first = read["layers"], read["first"]
-        if not isinstance(layers, dict) or not layers or not isinstance(first, int):
+        layers, first, limited = read["layers"], read["first"], read.get("limited")
+        if not isinstance(layers, dict) or not layers or not _natural(first):
             raise FileError("a calibration has layers, by their numbers, and a number of first tokens")
+        if limited is not None and not _natural(limited):
+            raise FileError(f"limited must be a number of tokens, got {short(limited)}")
         if not isinstance(read["source"], str) or not isinstance(read["model"], str):
             raise FileError("a calibration names its source and its model")
         return cls({_number(name): _layer(name, layer) for name, layer in layers.items()}, read["source"], first,
-                   read["model"])  # fmt: skip
+                   read["model"], limited)  # fmt: skip
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
@@ -182,6 +187,8 @@ class Calibration:
             return cls.loads(path.read_text("utf-8"))
         except OSError as error:
             raise FileError(f"{path} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise FileError(f"{path} cannot be read: {error}") from error
         except FileError as error:
             raise FileError(f"{path}: {error}") from error
 
@@ -192,8 +199,12 @@ class Calibration:
     @classmethod
     def kept(cls, model: str, fitted: bool) -> Calibration | None:
         """What was kept for the model of this identity, for codes that are fitted or the nearest ones."""
-        path = kept_at(model, fitted)
-        return cls.load(path) if path.exists() else None
+        try:
+            return cls.load(kept_at(model, fitted))
+        except FileError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
 
     def keep(self) -> Path:
         """For this user, under the identity of the model. The file is replaced as a whole."""
@@ -210,6 +221,10 @@ class Calibration:
 
 def kept_at(model: str, fitted: bool) -> Path:
     return cache_folder() / "calibrations" / f"{model}{'-fitted' if fitted else ''}.json"
+
+
+def _natural(read: Any) -> bool:
+    return type(read) is int and 0 <= read < 2**31
 
 
 def _number(name: str) -> int:
@@ -237,6 +252,6 @@ def _layer(name: str, read: Any) -> KeyCalibration:
 
 def _nats(name: str, read: Any) -> dict[int, float]:
     good = isinstance(read, dict) and set(read) == {str(bits) for bits in WIDTHS}
-    if not good or not all(isinstance(nats, int | float) and nats == nats for nats in read.values()):
+    if not good or not all(type(nats) in (int, float) and 0 <= nats < MOST_NATS for nats in read.values()):
         raise FileError(f"layer {name} of a calibration says how far attention moves at the widths {list(WIDTHS)}")
     return {int(bits): float(nats) for bits, nats in read.items()}

@@ -156,10 +156,10 @@ class Policy:
             return cls.loads(path.read_text("utf-8"))
         except OSError as error:
             raise FileError(f"{path} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise FileError(f"{path} cannot be read: {error}") from error
         except FileError as error:
             raise FileError(f"{path}: {error}") from error
+        except ValueError as error:  # no UTF-8, or no name that files can have
+            raise FileError(f"{short(str(path))} cannot be read: {error}") from error
 
     @classmethod
     def loads(cls, text: str) -> Policy:

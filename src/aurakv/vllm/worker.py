@@ -122,12 +122,17 @@ def _measured(
     switch: Switch, config: VllmConfig, model: torch.nn.Module, device: torch.device, layers: dict[int, Attention]
 ) -> dict[int, LayerPolicy]:
     identity = _identity(config)
-    found = Calibration.kept(identity, device.type in FITTED_ON) if identity else None
+    found = _kept(identity, device) if identity else None
     ranks = get_tensor_model_parallel_world_size() // copies(config)
     shapes = {number: (layer.impl.num_kv_heads * ranks, layer.head_size) for number, layer in layers.items()}
-    fits = found is not None and all(
-        number in found.layers and tuple(found.layers[number].key_scale.shape) == shape
-        for number, shape in shapes.items()
+    better = found is not None and found.limited is not None and found.limited < _limit(config)
+    fits = (
+        found is not None
+        and not better
+        and all(
+            number in found.layers and tuple(found.layers[number].key_scale.shape) == shape
+            for number, shape in shapes.items()
+        )
     )
     if not _all(fits):  # what one rank finds another may not: all read, or none
         found = _read(config, model, device, layers, identity)
@@ -150,6 +155,14 @@ def _measured(
     if len(set(wide.values())) > 1:
         _logger.info_once(f"aurakv stores keys wider in some layers: {wide}")
     return chosen.layers
+
+
+def _kept(identity: str, device: torch.device) -> Calibration | None:
+    try:
+        return Calibration.kept(identity, device.type in FITTED_ON)
+    except FileError as error:
+        _logger.warning_once(f"the calibration that was kept is of no use, and aurakv makes a new one: {error}")
+        return None
 
 
 def _size(format: str) -> int:
@@ -195,6 +208,7 @@ def _read(
 ) -> Calibration:
     """Let the model read a text, and put together what the layers of all ranks saw."""
     ids, source = _ids(config)
+    limit = _limit(config)
     turned = _turned(config)
     for number, layer in layers.items():
         layer.impl.observer = KeyObserver(turned[number] if number < len(turned) else None, layer.impl.scoring)
@@ -207,7 +221,8 @@ def _read(
     finally:
         for layer in layers.values():
             layer.impl.observer = None
-    return Calibration(_gathered(seen, copies(config)), source, FIRST, identity)
+    limited = limit if limit < TOKENS else None
+    return Calibration(_gathered(seen, copies(config)), source, FIRST, identity, limited)
 
 
 def _turned(config: VllmConfig) -> list[Turns | None]:
@@ -218,9 +233,19 @@ def _turned(config: VllmConfig) -> list[Turns | None]:
         return []
 
 
+def _limit(config: VllmConfig) -> int:
+    """How many tokens of a text this engine can read at once, of those that a calibration wants."""
+    if config.model_config.skip_tokenizer_init:
+        return 0
+    return _most(config)
+
+
+def _most(config: VllmConfig) -> int:
+    return min(TOKENS, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens)
+
+
 def _ids(config: VllmConfig) -> tuple[Tensor, str]:
-    model = config.model_config
-    count = min(TOKENS, model.max_model_len, config.scheduler_config.max_num_batched_tokens)
+    model, count = config.model_config, _most(config)
     if count < ENOUGH + SINKS:
         raise InputError(
             f"aurakv calibrates on at least {ENOUGH + SINKS} tokens, and --max-model-len and --max-num-batched-tokens"
