@@ -312,7 +312,7 @@ def count_preemptions(scheduler: Any) -> list[str]:
 
 REFUSED = {
     "unknown format": ({}, "k7v4", "bits must be one of"),
-    "not a name": ({}, 4, "must be a format"),
+    "not a name": ({}, 4, "must be true, a format such as k4v4"),
     "other cache dtype": ({"kv_cache_dtype": "fp8"}, "k4v4", "--kv-cache-dtype must be auto"),
     "other backend": ({"attention_backend": "TRITON_ATTN"}, "k4v4", "names another backend"),
     "embedding model": ({"runner": "pooling"}, "k4v4", "must generate text"),
