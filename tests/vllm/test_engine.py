@@ -81,11 +81,13 @@ def engine(model: Path, switch: str | bool | None, **options: Any) -> Iterator[A
         **(ON_GPU if GPU else {}),
         **options,
     }
-    llm = LLM(str(model), **given)
+    llm = None
     try:
+        llm = LLM(str(model), **given)
         yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    finally:  # also where it did not start: a model with experts needs other groups of processes than one without
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         destroy_model_parallel()
