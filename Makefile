@@ -64,7 +64,7 @@ eval-quality: $(VENV)/.test
 		--formats plain:k4v4,k4v4,k3v3,k5v4,k8v8,turboquant_4bit_nc,$(QUALITY_RECENT) --resume benchmarks/baselines/quality-qwen2.5-coder-0.5b.json
 	$(BIN)/python benchmarks/quality/prepare.py $(QUALITY) qwen2.5-coder-1.5b
 	$(BIN)/aurakv eval --model $(QUALITY)/qwen2.5-coder-1.5b --text $(QUALITY_TEXTS) --tokens 4K --every 2 \
-		--formats k4v4,turboquant_4bit_nc --resume benchmarks/baselines/quality-qwen2.5-coder-1.5b.json
+		--formats k4v4,turboquant_4bit_nc,k3v3,k8v8,recent16:k3v3 --resume benchmarks/baselines/quality-qwen2.5-coder-1.5b.json
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY)/texts/lcet10.txt --tokens 4K $(NEEDLES) \
 		--formats plain:k4v4,k4v4,smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
 	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY)/texts/lcet10.txt --tokens 4K --every 2 $(NEEDLES) \
