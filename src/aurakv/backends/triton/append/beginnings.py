@@ -55,6 +55,31 @@ def list_entries(used, order, first, step, entries, AGES: tl.constexpr, ENTRIES:
 
 
 @triton.jit
+def take_entries(missing, place, o_seq, entry_of, place_of, used, order, pointer, step, entries, AGES: tl.constexpr,
+                 ENTRIES: tl.constexpr):  # fmt: skip
+    """An entry for each place that has none; of sequences that share a place one asks. Gives which asked, and what
+    they took."""
+    tl.debug_barrier()
+    tl.store(entry_of + place, -2 - o_seq, mask=missing)
+    tl.debug_barrier()
+    asks = missing & (tl.load(entry_of + place, mask=missing, other=NONE) == -2 - o_seq)
+    first = tl.load(pointer)
+    if tl.sum(asks.to(tl.int32), 0) > 0:
+        list_entries(used, order, first, step, entries, AGES, ENTRIES)
+    tl.debug_barrier()
+    rank = tl.cumsum(asks.to(tl.int32), 0) - 1
+    taken = tl.load(order + rank, mask=asks, other=0)
+    lost = tl.load(place_of + taken, mask=asks, other=NONE)
+    tl.debug_barrier()
+    tl.store(pointer, (first + tl.sum(asks.to(tl.int32), 0)) % entries)
+    tl.store(entry_of + lost, NONE, mask=asks & (lost >= 0))
+    tl.store(entry_of + place, taken, mask=asks)
+    tl.store(place_of + taken, place, mask=asks)
+    tl.store(used + taken, step, mask=asks)
+    return asks, taken
+
+
+@triton.jit
 def settle_kernel(data, stride, offset, row_bytes, block_of, tag, filled, entries, FIRST: tl.constexpr,
                   ENTRIES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """Behind an append: note what blocks of entries have that were written."""
@@ -81,22 +106,9 @@ def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_b
     old = length - rows
     entry = tl.load(entry_of + block, mask=real, other=NONE)
     tl.store(used + entry, step, mask=real & (entry >= 0))
-    missing = real & (entry < 0)
-    tl.store(entry_of + block, -2 - o_seq, mask=missing)  # of sequences that begin with the same block, one asks
-    tl.debug_barrier()
-    asks = missing & (tl.load(entry_of + block, mask=missing, other=NONE) == -2 - o_seq)
-    begin = tl.load(pointer)
-    if tl.sum(asks.to(tl.int32), 0) > 0:
-        list_entries(used, order, begin, step, entries, AGES, ENTRIES)
-    tl.debug_barrier()
-    rank = tl.cumsum(asks.to(tl.int32), 0) - 1
-    taken = tl.load(order + rank, mask=asks, other=0)
-    tl.store(pointer, (begin + tl.sum(asks.to(tl.int32), 0)) % entries)
-    lost = tl.load(block_of + taken, mask=asks, other=NONE)
-    tl.store(entry_of + lost, NONE, mask=asks & (lost >= 0))
-    tl.store(entry_of + block, taken, mask=asks)
-    tl.store(block_of + taken, block, mask=asks)
-    tl.store(used + taken, step, mask=asks)
+    asks, taken = take_entries(
+        real & (entry < 0), block, o_seq, entry_of, block_of, used, order, pointer, step, entries, AGES, ENTRIES
+    )
     tl.store(filled + taken, 0, mask=asks)
     tl.store(tag + taken, NONE, mask=asks)
     tl.debug_barrier()

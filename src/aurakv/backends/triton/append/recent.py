@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....storage.pages import Pages
 from ..common.launcher import on
-from .beginnings import NONE, key_word, list_entries, reads_words
+from .beginnings import NONE, key_word, reads_words, take_entries
 
 
 @triton.jit
@@ -64,24 +64,10 @@ def find_recent_kernel(table, lengths, starts, seqs, width, page_size, data, str
     same = has & ((old == 0) | ((lying >= old) & (known == now)))
     tl.store(used + entry, step, mask=same)
     tl.store(filled + entry, 0, mask=has & (old > 0) & (known != now))  # for good: appends leave such entries alone
-    missing = real & (old == 0) & (entry < 0)
-    tl.debug_barrier()
-    tl.store(entry_of + place, -2 - o_seq, mask=missing)  # of sequences that share a place, in dummy batches, one asks
-    tl.debug_barrier()
-    asks = missing & (tl.load(entry_of + place, mask=missing, other=NONE) == -2 - o_seq)
-    first = tl.load(pointer)
-    if tl.sum(asks.to(tl.int32), 0) > 0:
-        list_entries(used, order, first, step, entries, AGES, ENTRIES)
-    tl.debug_barrier()
-    rank = tl.cumsum(asks.to(tl.int32), 0) - 1
-    taken = tl.load(order + rank, mask=asks, other=0)
-    lost = tl.load(place_of + taken, mask=asks, other=NONE)
-    tl.debug_barrier()
-    tl.store(pointer, (first + tl.sum(asks.to(tl.int32), 0)) % entries)
-    tl.store(entry_of + lost, NONE, mask=asks & (lost >= 0))
-    tl.store(entry_of + place, taken, mask=asks)
-    tl.store(place_of + taken, place, mask=asks)
-    tl.store(used + taken, step, mask=asks)
+    take_entries(
+        real & (old == 0) & (entry < 0), place, o_seq, entry_of, place_of, used, order, pointer, step, entries, AGES,
+        ENTRIES,
+    )  # fmt: skip
     tl.debug_barrier()
     valid = real & (same | (old == 0))
     entry = tl.load(entry_of + place, mask=valid, other=0)
