@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -89,6 +90,10 @@ class Step(Attention):
             return pages
         return replace(pages, lengths=torch.minimum(pages.lengths, self.coded.lengths)).trust()
 
+    @property
+    def copies(self) -> list[Copies]:
+        return [each for each in (self.first_tokens, self.recent_tokens) if each is not None]
+
     def over_uncompressed(self) -> Attention | None:
         """Attention over the tokens that are stored a second time. Sinks count once, with the codes."""
         pages = self.read_uncompressed()
@@ -104,6 +109,24 @@ class Step(Attention):
         scoring = replace(self.scoring, first=0, recent=0, sinks=0)
         return Attention(self.recent, self.rows, scoring, None, self.splits, self.precision)
 
+    def by_parts(self, attend: Callable[[Tensor, Attention], Partial]) -> Callable[[Tensor], Partial]:
+        """Attention of scaled queries, over codes and over what is uncompressed, each by a call of `attend`."""
+
+        def parts() -> list[Attention]:
+            found = self.over_codes(), self.over_uncompressed(), self.over_recent()
+            return [each for each in found if each is not None]
+
+        always = parts() if self.coded is None else None  # else how far first tokens are read changes on the device
+
+        def run(x: Tensor) -> Partial:
+            first, *others = parts() if always is None else always
+            part = attend(x, first)
+            for each in others:
+                part = join(part, attend(x, each))
+            return part
+
+        return run
+
 
 class Run(Protocol):
     """Does a step for arguments with the shapes, strides and dtypes that it was prepared for.
@@ -115,8 +138,7 @@ class Run(Protocol):
 
 def in_two_calls(backend: Any, step: Step) -> Run:
     """A step of a backend that appends and attends one after the other."""
-    pages, rows, factors = step.pages, step.rows, step.key_scale
-    copies = [each for each in (step.first_tokens, step.recent_tokens) if each is not None]
+    pages, rows, factors, attend = step.pages, step.rows, step.key_scale, step.by_parts(backend.attend)
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
         x = scaled_queries(q, factors)
@@ -124,15 +146,11 @@ def in_two_calls(backend: Any, step: Step) -> Run:
             if step.counted:
                 pages.lengths.sub_(rows.starts.diff())
             backend.append(pages, scaled_keys(k, factors), v, rows)
-            for each in copies:
+            for each in step.copies:
                 each.store(k, v, factors, rows.starts)
             if step.uncompressed is not None and step.uncompressed_too:
                 backend.append(step.uncompressed, scaled_keys(k, factors), v, rows)
-        part = backend.attend(x, step.over_codes())
-        for other in (step.over_uncompressed(), step.over_recent()):
-            if other is not None:
-                part = join(part, backend.attend(x, other))
-        return written(in_dtype(part, q.dtype), out)
+        return written(in_dtype(attend(x), q.dtype), out)
 
     return run
 

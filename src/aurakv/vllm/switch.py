@@ -14,7 +14,7 @@ from ..calibration.policy import FIRST, LayerPolicy, Policy, shipped
 from ..errors import InputError, short
 from ..format.codec import Format
 from ..format.names import PLAIN, RECENT, recent_and_name
-from .recent import group_size
+from .recent import MOST as MOST_RECENT
 
 KEY = "aurakv"  # of the switch: {"aurakv": "k4v4"}
 MOST = 16  # first tokens that the kernels take: as many as the smallest block has
@@ -80,10 +80,11 @@ def _parse(given: str, stamp: tuple[int, ...]) -> Switch:
 
 def _fewer(recent: int) -> str | None:
     """What of so many recent tokens is not served, in one sentence."""
-    most = group_size(1 << 20)
-    if 4 * recent < 2 * most:
+    if 4 * recent < 2 * MOST_RECENT:
         return None
-    return f"{recent} recent tokens were asked for; vLLM keeps groups of at most {most} tokens, as with {RECENT}16:"
+    return (
+        f"{recent} recent tokens were asked for; vLLM keeps groups of at most {MOST_RECENT} tokens, as with {RECENT}16:"
+    )
 
 
 def _unknown(given: object) -> InputError:

@@ -208,7 +208,6 @@ def _read(
 ) -> Calibration:
     """Let the model read a text, and put together what the layers of all ranks saw."""
     ids, source = _ids(config)
-    limit = _limit(config)
     turned = _turned(config)
     for number, layer in layers.items():
         layer.impl.observer = KeyObserver(turned[number] if number < len(turned) else None, layer.impl.scoring)
@@ -221,8 +220,10 @@ def _read(
     finally:
         for layer in layers.values():
             layer.impl.observer = None
-    limited = limit if limit < TOKENS else None
-    return Calibration(_gathered(seen, copies(config)), source, FIRST, identity, limited)
+    limit = _limit(config)
+    return Calibration(
+        _gathered(seen, copies(config)), source, FIRST, identity, limited=limit if limit < TOKENS else None
+    )
 
 
 def _turned(config: VllmConfig) -> list[Turns | None]:

@@ -232,7 +232,7 @@ class Native:
         attend = self._describe(coded, q, x, starts, ends, uncompressed, factors)
         held = (step, starts, ends, factors, coded, uncompressed)  # their addresses are packed
         dim, sink_logits = pages.format.value.dim, step.sink_logits
-        copies = [each for each in (step.first_tokens, step.recent_tokens) if each is not None]
+        copies = step.copies
         new = starts.diff() if step.counted and append is not None else None
 
         def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...attention.partial import Partial, in_dtype, join
+from ...attention.partial import Partial, in_dtype
 from ...attention.step import Run, Step, written
 from ...calibration.key_scale import scaled_queries
 from . import dispatch
@@ -38,6 +38,8 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
     if alone:
         options = (step.query_ends, scoring, step.sink_logits, step.splits)
         attend = decode.prepare(q, step.over_codes().pages, rows, *options, uncompressed, factors, recent)
+    else:
+        by_parts = step.by_parts(dispatch.attend)
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor | None = None) -> Partial:
         if k is not None and v is not None:
@@ -47,11 +49,6 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
             fits = out is not None and out.is_contiguous() and out.dtype == q.dtype
             part: Partial = attend(q, None, out if fits else None)
             return part if fits else written(part, out)
-        x = scaled_queries(q, factors)
-        part = dispatch.attend(x, step.over_codes())
-        for other in (step.over_uncompressed(), step.over_recent()):  # how far first ones go may change on the device
-            if other is not None:
-                part = join(part, dispatch.attend(x, other))
-        return written(in_dtype(part, q.dtype), out)
+        return written(in_dtype(by_parts(scaled_queries(q, factors)), q.dtype), out)
 
     return run

@@ -10,6 +10,9 @@ from typing import Any
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.errors import OutOfResources
+
+from ....errors import BackendError
 
 SEQS = (32, 128, 512, 1024)  # see `most_seqs`
 
@@ -30,10 +33,19 @@ def redirected(receiver: Receiver) -> Iterator[None]:
 def on(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """`kernel[grid]`, unless launches are redirected."""
     receiver = _receiver.get()
-    if receiver is None:
-        launch: Callable[..., Any] = kernel[grid]
-        return launch
-    return lambda *arguments, **options: receiver(kernel, grid, arguments, options)
+    if receiver is not None:
+        return lambda *arguments, **options: receiver(kernel, grid, arguments, options)
+
+    def launch(*arguments: Any, **options: Any) -> Any:
+        try:
+            return kernel[grid](*arguments, **options)
+        except OutOfResources as error:  # as float32 tiles of more than 256 coordinates do where a program has 99 KB
+            raise BackendError(
+                f"{kernel.__name__} takes {error.required} bytes of {error.name}, and this GPU has {error.limit} for a"
+                " program: take 16-bit queries with precision='fast', or backend='reference'"
+            ) from None
+
+    return launch
 
 
 def most_seqs(seqs: int) -> int:

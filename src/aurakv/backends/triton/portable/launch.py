@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from ....attention.partial import Partial
 from ....attention.scoring import Scoring
 from ....attention.step import Rows
-from ....errors import BackendError, InputError
+from ....errors import InputError
 from ....format.codec import Codec, Format
 from ....storage.pages import Pages
 from ..append.launch import blocks, seqs_constant
@@ -191,18 +188,6 @@ def _in_float32(format: Format, float32: bool, query: torch.dtype) -> bool:
     return any(side.operand == tl.float32 for side in sides)
 
 
-@contextlib.contextmanager
-def _saying_what_does_not_fit(format: Format) -> Iterator[None]:
-    """Of programs with float32 tiles of more than 256 coordinates, on GPUs with 99 KB for a program."""
-    try:
-        yield
-    except OutOfResources as error:
-        raise BackendError(
-            f"attention over {format} in float32 takes {error.required} bytes of {error.name}, and this GPU has"
-            f" {error.limit} for a program: take 16-bit queries with precision='fast', or backend='reference'"
-        ) from None
-
-
 def _attend(
     q: Tensor,
     format: Format,
@@ -240,22 +225,9 @@ def _attend(
     unit = specialise.unit(value) if value.coded else 1.0
     chunk = specialise.unrotate_chunk(value)
     if plan.prepared:
-        with _saying_what_does_not_fit(format):
-            on(prepare_kernel, (kv_heads, triton.cdiv(tokens * group, 16)))(
-                q,
-                *q.stride(),
-                key_offset,
-                key_matrix,
-                rotated,
-                factors,
-                n,
-                multiplier,
-                heads,
-                group,
-                k_side,
-                rotate,
-                16,
-            )
+        on(prepare_kernel, (kv_heads, triton.cdiv(tokens * group, 16)))(
+            q, *q.stride(), key_offset, key_matrix, rotated, factors, n, multiplier, heads, group, k_side, rotate, 16
+        )
     call = specialise.Call(
         *where,
         seqs_constant(rows),
@@ -267,8 +239,7 @@ def _attend(
         not plan.prepared,
         not plan.finished,
     )
-    launch = on(attend_kernel, (plan.blocks, kv_heads, plan.splits))
-    arguments = (
+    on(attend_kernel, (plan.blocks, kv_heads, plan.splits))(
         q,
         *q.stride(),
         rotated,
@@ -310,9 +281,8 @@ def _attend(
         plan.rows,
         plan.keys,
         plan.stages,
+        num_warps=plan.warps,
     )
-    with _saying_what_does_not_fit(format):
-        launch(*arguments, num_warps=plan.warps)
     if plan.finished:
         assert means is not None
         assert sums is not None
