@@ -48,7 +48,7 @@ def why_not(config: VllmConfig) -> str | None:
 
 def name_folders(config: VllmConfig, switch: Switch) -> None:
     """Let blocks on disk lie in a folder of their format and calibration."""
-    if not _disks(config):
+    if not disks(config):
         return
 
     def named(tier: dict[str, Any]) -> dict[str, Any]:
@@ -74,13 +74,14 @@ def check_device(config: VllmConfig, device_type: str) -> None:
 
 def check_folders(config: VllmConfig, switch: Switch) -> None:
     """Refuse to start where a worker stores other bytes than the name of their folder says."""
-    for tier in _disks(config):
+    for tier in disks(config):
         named, found = Path(tier["root_dir"]).name, folder(config, switch)
         if named != found:
             raise InputError(f"the calibration or policy changed while vLLM started: blocks go to {named}, not {found}")
 
 
-def _disks(config: VllmConfig) -> list[dict[str, Any]]:
+def disks(config: VllmConfig) -> list[dict[str, Any]]:
+    """Tiers on disk, whose folders are named after the calibration that is kept."""
     transfer = config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
     return [tier for tier in extra.get("secondary_tiers", []) if "root_dir" in tier]

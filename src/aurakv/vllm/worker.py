@@ -126,6 +126,7 @@ def _measured(
     ranks = get_tensor_model_parallel_world_size() // copies(config)
     shapes = {number: (layer.impl.num_kv_heads * ranks, layer.head_size) for number, layer in layers.items()}
     better = found is not None and found.limited is not None and found.limited < _limit(config)
+    better = better and not connectors.disks(config)
     fits = (
         found is not None
         and not better
