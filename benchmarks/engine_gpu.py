@@ -12,8 +12,9 @@ was cut goes on where it ended; a cache that failed is not tried again. --again 
 Caches are measured in their order, the ones that matter most first. With --brief those that are not in --fit get
 that piece of work only. A start takes about 65 s (torch.compile, graphs), a new prompt of 8,192 tokens 0.2 s: on an
 H200 about 2 minutes for bf16, 3 to 4 for k4v4 and its largest batch of 390, 75 s for a cache in brief, 17 minutes for
-all with --brief and 25 without. --together 4 starts four at a time, which share the GPU and take turns to measure: for
-caches that are small together, with --cache-bytes. Their `load_s` says nothing about one that starts alone.
+all with --brief and 25 without. --together 4 starts four at a time, which share the GPU; when all have started they
+measure, one after the other: for caches that are small together, with --cache-bytes. Their `load_s` says nothing about
+one that starts alone.
 
 A piece of work is SEQUENCESxTOKENS. Prompts of random tokens stay in the prefix cache; a step is (time for 1 + K
 tokens − time for 1) / K, the best of two each. The work `fitxTOKENS`, which the caches of --fit get besides, is as many
@@ -58,6 +59,7 @@ SHAPES = {
 }  # fmt: skip
 KEY = ("model", "cache", "memory", "block_size")
 START = 150  # seconds that must be left for a cache to begin with
+STARTED = "started"  # a file that is there once all that start together have
 _MARK = "PART "  # of lines by which a child process reports
 
 
@@ -104,12 +106,17 @@ def missing(row: dict[str, Any], work: list[str], most: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def turn(file: Path | None) -> Iterator[None]:
-    """Alone among the processes that have this file, if there is one."""
-    if file is None:
+def turn(folder: Path | None) -> Iterator[None]:
+    """Alone among the processes that have this folder, if there is one, and once all of them have started."""
+    if folder is None:
         yield
         return
-    with file.open("w") as held:
+    parent = os.getppid()
+    while not (folder / STARTED).exists():
+        if os.getppid() != parent:
+            raise SystemExit("the process that started this one has ended")
+        time.sleep(0.1)
+    with (folder / "turn").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
@@ -140,8 +147,8 @@ def measure(args: argparse.Namespace, cache: str, work: list[str], report: Any) 
     )
     load = round(time.perf_counter() - start, 1)
     compiled = watch_compiler()
+    report({"load_s": load})
     with turn(args.turns):
-        report({"load_s": load})
         measure_engine(args, llm, work, most, lengths, compiled, report)
 
 
@@ -254,35 +261,55 @@ def main() -> None:
         if work and "failed" not in row:
             waiting.append((cache, work, row))
 
-    def start(cache: str, work: list[str], row: dict[str, Any]) -> None:
+    for first in range(0, len(waiting), args.together):
+        some = waiting[first : first + args.together]
         if end - time.monotonic() < START:
-            print(f"{cache}: no time left, run the same command again", flush=True)
-        else:
-            run(args, cache, work, row, rows)
-
-    with ThreadPoolExecutor(args.together) as pool:
-        list(pool.map(lambda each: start(*each), waiting))
+            print(f"{', '.join(cache for cache, _, _ in some)}: no time left, run the same command again", flush=True)
+            break
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(some)) as pool:
+            group = Group(Path(folder), len(some))
+            for each in [pool.submit(run, args, *one, rows, group) for one in some]:
+                each.result()
     print(table(measured(rows)), flush=True)
 
 
-def run(args: argparse.Namespace, cache: str, work: list[str], row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+class Group:
+    """Caches that start together."""
+
+    def __init__(self, folder: Path, waiting: int) -> None:
+        self.folder, self._waiting, self._lock = folder, waiting, threading.Lock()
+
+    def started(self) -> None:
+        """Another one has, or has failed to."""
+        with self._lock:
+            self._waiting -= 1
+            if not self._waiting:
+                (self.folder / STARTED).touch()
+
+
+def run(
+    args: argparse.Namespace, cache: str, work: list[str], row: dict[str, Any], rows: list[dict[str, Any]], group: Group
+) -> None:
     """Measure in a process of its own, and save each part of the row as it comes."""
-    command = [sys.executable, *sys.argv, "--one", json.dumps([cache, work])]
-    if args.together > 1:
-        command += ["--turns", str(Path(tempfile.gettempdir()) / f"aurakv-turns-{os.getpid()}")]
-    done = False
+    command = [sys.executable, *sys.argv, "--one", json.dumps([cache, work]), "--turns", str(group.folder)]
+    started = done = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if not line.startswith(_MARK):
                 continue
             part = json.loads(line.removeprefix(_MARK))
+            if not started:
+                started = True
+                group.started()
             done = part.pop("done", done)
             with _saving:
                 for name in ("steps", "prefill_s"):
                     row[name] = {**row.get(name, {}), **part.pop(name, {})}
                 row.update(part)
                 save(args, rows)
+    if not started:
+        group.started()
     if not done:
         with _saving:
             row["failed"] = child.returncode
