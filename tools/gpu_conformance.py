@@ -28,10 +28,11 @@ from typing import Any
 
 MODULES = (
     "tests.backends.triton.test_decode", "tests.backends.triton.test_decode_scoring",
-    "tests.backends.triton.test_decode_extremes", "tests.backends.triton.test_decode_shapes",
-    "tests.backends.triton.test_backend", "tests.backends.triton.test_extend", "tests.backends.triton.test_fit",
-    "tests.backends.triton.test_unpack", "tests.storage.test_files", "tests.parallel.test_gpu", "tests.vllm.test_layer",
-    "tests.vllm.test_beginnings", "tests.vllm.test_recent", "tests.vllm.test_prefill", "tests.hf.test_generate_gpu",
+    "tests.backends.triton.test_decode_extremes", "tests.backends.triton.test_decode_first",
+    "tests.backends.triton.test_decode_shapes", "tests.backends.triton.test_backend",
+    "tests.backends.triton.test_extend", "tests.backends.triton.test_fit", "tests.backends.triton.test_unpack",
+    "tests.storage.test_files", "tests.parallel.test_gpu", "tests.vllm.test_layer", "tests.vllm.test_beginnings",
+    "tests.vllm.test_recent", "tests.vllm.test_prefill", "tests.hf.test_generate_gpu",
 )  # fmt: skip
 Job = tuple[str, str, str]  # kind, name, precision or number
 

@@ -86,9 +86,11 @@ class Engine:
         assert batch.lengths.tolist() == lengths
         return out.cpu().split(counts)
 
-    def wanted(self, blocks: list[int], q: Tensor, k: Tensor, v: Tensor, codes: bool = False) -> Tensor:
-        """Of queries at the last positions: tokens of their group and first ones as they came, others as they are
-        stored; codes: all of them."""
+    def wanted(
+        self, blocks: list[int], q: Tensor, k: Tensor, v: Tensor, first: bool = True, recent: bool = True
+    ) -> Tensor:
+        """Of queries at the last positions: first tokens and those of their group as they came, others, and these
+        without `first` and `recent`, as they are stored."""
         format, policy = self.layer.format, self.layer.policy
         rows = Rows(torch.zeros(2, dtype=torch.int32, device=self.device))
         numbers = (torch.tensor(each, dtype=torch.int32, device=self.device) for each in ([len(k)], [blocks]))
@@ -102,7 +104,8 @@ class Engine:
         out = []
         for i, query in enumerate(q.double()):
             p = len(k) - len(q) + i
-            near = ((at >= p // self.group * self.group) | (at < self.first))[:, None, None] & torch.tensor(not codes)
+            near = (at < self.first * first) | (at >= (p // self.group * self.group if recent else len(k)))
+            near = near[:, None, None]
             mine, theirs = torch.where(near, k.double(), coded), torch.where(near, v.double(), coded_v)
             scores = torch.einsum("hgd,thd->hgt", query.view(HEADS, GROUPED, DIM), mine) * DIM**-0.5
             if self.scoring.softcap is not None:
@@ -165,7 +168,8 @@ def lives(engine: Engine, seed: int, steps: int = 25) -> float:
 
 
 def decodes(engine: Engine, seed: int, steps: int = 12) -> float:
-    """As on a GPU: prompts and drafts, which read codes, and steps of one token a sequence. The largest error."""
+    """As on a GPU: prompts, which read codes, drafts, which read those of recent tokens, and steps of one token a
+    sequence. The largest error."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     tables = [[1 + 8 * i + j for j in range(8)] for i in range(3)]
@@ -177,7 +181,7 @@ def decodes(engine: Engine, seed: int, steps: int = 12) -> float:
         v = [torch.cat(pair) for pair in zip(v, new_v, strict=True)]
         out = engine.step(tables, [len(x) for x in k], q, new_k, new_v)
         for i in range(3):
-            wanted = engine.wanted(tables[i], q[i], k[i], v[i], codes=max(counts) > 1)
+            wanted = engine.wanted(tables[i], q[i], k[i], v[i], first=number > 0, recent=max(counts) == 1)
             worst = max(worst, error(out[i], wanted))
     return worst
 

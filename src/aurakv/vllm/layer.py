@@ -167,8 +167,6 @@ class Layer:
         cut = None if k is None or recent is None else batch.cut
         if not (batch.rows.single if cut is None else cut.whole):
             recent = coded = None
-        if not batch.rows.single and batch.memory.beginnings is not None and batch.memory.beginnings.on_gpu:
-            first = None  # the kernels for many rows take the codes
         step = Step(
             stored.pages,
             batch.rows,

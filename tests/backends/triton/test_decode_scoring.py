@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from aurakv.attention.partial import merge
 from aurakv.attention.scoring import Scoring
-from aurakv.attention.step import Attention
-from aurakv.backends import reference
-from aurakv.checks import rows_of
-from aurakv.format.codec import Codec, Format
-from aurakv.storage.pages import Pages
 
 pytest.importorskip("triton")
-from aurakv.backends.triton.decode import launch
 from tests.backends.triton.decode_cases import (
     CUBIC,
     DEFAULT,
@@ -113,37 +104,3 @@ def test_sink_logits() -> None:
     fast, truth = run(q, pages, sinks=sinks)
     assert torch.allclose(fast.lse.double(), truth.lse, atol=2e-3)
     assert torch.allclose(fast.out.double(), truth.out, atol=2e-3)
-
-
-@on_gpu
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_first_tokens_uncompressed_and_key_scale(group: int, dim: int) -> None:
-    """Raw first tokens scored by the way, and scaled queries, are what separate calls give."""
-    lengths, first = [300, 2, 0, 65], 4
-    pages = make_pages(CUBIC, dim, lengths, 2, 64)
-    offsets = torch.randn(2, 2, dim, generator=torch.Generator(DEVICE).manual_seed(3), device=DEVICE)
-    pages = dataclasses.replace(pages, key_offset=offsets[0], value_offset=offsets[1])
-    raw = Codec(dim, 16, dtype=torch.bfloat16)
-    uncompressed = Pages(
-        Format(raw, raw), 4, torch.zeros(5, 2, Format(raw, raw).layout(4).bytes, dtype=torch.uint8, device=DEVICE),
-        torch.tensor([[3], [0], [2], [4]], dtype=torch.int32, device=DEVICE),
-        torch.tensor([min(n, first) for n in lengths], dtype=torch.int32, device=DEVICE),
-        torch.zeros(1, dtype=torch.int32, device=DEVICE),
-    )  # fmt: skip
-    uncompressed.data.view(torch.bfloat16).normal_()
-    q, scoring = make_queries(pages, group, torch.bfloat16), Scoring(first=first)
-    key_scale = torch.rand(2, dim, device=DEVICE) + 0.5
-    assert launch.serves_uncompressed(q, pages, uncompressed, scoring)
-    starts = rows_of("starts", None, 4, 4, q.device)
-    sinks = torch.randn(2 * group, device=DEVICE)
-    prepared = launch.prepare(q, pages, starts, pages.lengths, scoring, sinks, None, uncompressed, key_scale)
-    got, again = prepared(q, None), prepared(q.clone(), None)
-    assert torch.equal(got.out, again.out)
-    x = (q.double().unflatten(1, (2, -1)) / key_scale[:, None]).flatten(1, 2)
-    rest = dataclasses.replace(scoring, only_uncompressed=True)
-    parts = [
-        reference.attend(x, Attention(pages, starts, scoring, sinks)),
-        reference.attend(x, Attention(uncompressed, starts, rest, ends=pages.lengths)),
-    ]
-    close(got, merge(*parts))

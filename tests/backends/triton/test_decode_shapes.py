@@ -3,21 +3,14 @@ GPU, or an emulated one (`pytest --emulate 8.0`)."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from aurakv.attention.partial import Partial, merge
+from aurakv.attention.partial import Partial
 from aurakv.attention.scoring import Scoring
-from aurakv.attention.step import Attention
-from aurakv.backends import reference
-from aurakv.checks import rows_of
-from aurakv.format.codec import Codec, Format
 from aurakv.storage.pages import Pages
 
 pytest.importorskip("triton")
-from aurakv.backends.triton.decode import launch
 from tests.backends.triton.decode_cases import (
     PIECES,
     TABLES,
@@ -115,37 +108,6 @@ def test_one_launch_and_soft_caps(name: str, dim: int, group: int) -> None:
             close(*run(make_queries(pages, group), pages, scoring, sinks=sinks), limit=1e-3)
         assert ran == ["decode_attention"]
         close(*run(make_queries(pages, group), pages, scoring, sinks=sinks, splits=2), limit=1e-3)
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [80, 96, 512])
-def test_first_tokens_uncompressed_and_key_scale(dim: int, dtype: torch.dtype) -> None:
-    """Raw first tokens scored by the way, and scaled queries, are what separate calls give."""
-    lengths, first = [200, 2, 0, 65], 4
-    pages = with_offsets(make_pages("k4v4", dim, lengths, 2, 64))
-    raw = Codec(dim, 16, dtype=torch.bfloat16)
-    uncompressed = Pages(
-        Format(raw, raw), 4, torch.zeros(5, 2, Format(raw, raw).layout(4).bytes, dtype=torch.uint8, device=DEVICE),
-        torch.tensor([[3], [0], [2], [4]], dtype=torch.int32, device=DEVICE),
-        torch.tensor([min(n, first) for n in lengths], dtype=torch.int32, device=DEVICE),
-        torch.zeros(1, dtype=torch.int32, device=DEVICE),
-    )  # fmt: skip
-    uncompressed.data.view(torch.bfloat16).normal_(generator=torch.Generator(DEVICE).manual_seed(2))
-    q, scoring = make_queries(pages, 4, dtype), Scoring(first=first)
-    key_scale = torch.rand(2, dim, generator=torch.Generator(DEVICE).manual_seed(4), device=DEVICE) + 0.5
-    assert launch.serves_uncompressed(q, pages, uncompressed, scoring)
-    starts = rows_of("starts", None, 4, 4, q.device)
-    got = launch.prepare(q, pages, starts, pages.lengths, scoring, None, None, uncompressed, key_scale)(q, None)
-    x = (q.double().unflatten(1, (2, -1)) / key_scale[:, None]).flatten(1, 2)
-    rest = dataclasses.replace(scoring, only_uncompressed=True)
-    close(
-        got,
-        merge(
-            reference.attend(x, Attention(pages, starts, scoring)),
-            reference.attend(x, Attention(uncompressed, starts, rest, ends=pages.lengths)),
-        ),
-    )
 
 
 @on_gpu

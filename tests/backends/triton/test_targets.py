@@ -62,6 +62,25 @@ SPILLED_CALLS = {  # by (capability, format, dimension, call), see CALLS
     (120, "k4v4", 256, "several queries, window, soft cap"): (8, 0), (120, "k4v4", 128, "soft cap"): (8, 0),
     (120, "k8v4", 128, "soft cap"): (8, 0), (120, "k4v4", 256, "soft cap"): (16, 0),
     (120, "k4v4", 128, "window"): (8, 0), (120, "k8v4", 128, "window"): (8, 0), (120, "k4v4", 256, "window"): (8, 0),
+    (80, "k8v4", 128, "several queries with first tokens"): (8, 4),
+    (120, "k4v4", 128, "several queries with first tokens"): (8, 0),
+    (120, "k8v4", 128, "several queries with first tokens"): (32, 14),
+    (120, "k4v4", 256, "several queries with first tokens"): (8, 0),
+    (80, "k4v4", 128, "one launch, several queries with first tokens"): (136, 0),
+    (80, "k3v3", 128, "one launch, several queries with first tokens"): (112, 0),
+    (80, "k8v4", 128, "one launch, several queries with first tokens"): (264, 0),
+    (80, "k4v4", 256, "one launch, several queries with first tokens"): (40, 0),
+    (80, "k4v4", 96, "one launch, several queries with first tokens"): (112, 0),
+    (86, "k4v4", 128, "one launch, several queries with first tokens"): (88, 0),
+    (86, "k3v3", 128, "one launch, several queries with first tokens"): (96, 0),
+    (86, "k8v4", 128, "one launch, several queries with first tokens"): (176, 0),
+    (86, "k4v4", 256, "one launch, several queries with first tokens"): (40, 0),
+    (86, "k4v4", 96, "one launch, several queries with first tokens"): (112, 0),
+    (120, "k4v4", 128, "one launch, several queries with first tokens"): (296, 0),
+    (120, "k3v3", 128, "one launch, several queries with first tokens"): (288, 4),
+    (120, "k8v4", 128, "one launch, several queries with first tokens"): (312, 0),
+    (120, "k4v4", 256, "one launch, several queries with first tokens"): (8, 0),
+    (120, "k4v4", 96, "one launch, several queries with first tokens"): (184, 4),
 }  # fmt: skip
 EXTEND_SPILLED = {  # the kernel for many queries: by (capability, format, dimension), of a tile's 500 to 1000
     (80, "k4v5", 64): (16, 0), (80, "k5v4", 64): (16, 0), (86, "k5v4", 64): (8, 0), (89, "k5v4", 64): (8, 0),
@@ -118,6 +137,8 @@ CALLS = {
     "window": Call(scoring=Scoring(window=1000, sinks=4)),
     "soft cap": Call(scoring=Scoring(softcap=30.0), offset=True),
     "first tokens": Call(scoring=FIRST, first=True),
+    "several queries with first tokens": Call(4, scoring=FIRST, first=True),
+    "one launch, several queries with first tokens": Call(4, tokens=64, scoring=FIRST, first=True),
     "several queries, window, soft cap": Call(4, scoring=Scoring(window=1000, sinks=4, softcap=30.0), offset=True),
 }
 
@@ -135,7 +156,7 @@ def check_decode(tmp_path, capability, name, dim=128, page_size=64, group=4, cal
 
     with compiling(capability) as seen:
         assert decode.why_not_call(q, pages, asked.scoring, "fast") is None
-        assert beside is None or decode.serves_uncompressed(q, pages, beside, asked.scoring)
+        assert beside is None or decode.serves_uncompressed(beside, asked.scoring)
         options = asked.scoring, None, None, beside, key_scale
         decode.prepare(q, pages, where, pages.lengths, *options)(q, None)
         rows = decode._plan(pages, asked.queries, group, asked.queries > 1, None).rows

@@ -15,7 +15,7 @@ from .append.launch import prepare_append
 
 
 def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
-    """Of tensors that are not float64. A decode of single rows takes three launches: append, attend and merge."""
+    """Of tensors that are not float64. A decode takes three launches: append, attend and merge."""
     pages, rows, scoring, uncompressed, recent = step.pages, step.rows, step.scoring, step.uncompressed, step.recent
     factors = None if step.key_scale is None else step.key_scale.to(torch.float32).contiguous()
     appends = []
@@ -28,10 +28,8 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
     alone = (
         decode is not None
         and decode.why_not_call(q, pages, scoring, step.precision) is None
-        and all(
-            each is None or (rows.single and decode.serves_uncompressed(q, pages, each, scoring))
-            for each in (uncompressed, recent)
-        )
+        and all(each is None or decode.serves_uncompressed(each, scoring) for each in (uncompressed, recent))
+        and (recent is None or rows.single)
     )
     if not alone and step.first_tokens is not None:  # a sequence may lack them, which only `merge_pieces` looks at
         step = replace(step, scoring=replace(scoring, first=0), uncompressed=None)

@@ -231,14 +231,14 @@ def prepare(
     return run
 
 
-def serves_uncompressed(q: Tensor, pages: Pages, uncompressed: Pages, scoring: Scoring) -> bool:
-    """Whether `prepare`, with one query for each sequence, scores a few uncompressed tokens by the way."""
+def serves_uncompressed(uncompressed: Pages, scoring: Scoring) -> bool:
+    """Whether `prepare` scores a few uncompressed tokens by the way: first ones, or with one query for each sequence
+    recent ones."""
     key, value = uncompressed.format.key, uncompressed.format.value
     same = (
         uncompressed.table.shape[1] == 1 and not uncompressed.ring and key.dim == value.dim and key.dtype == value.dtype
     )
     small = key.dtype != torch.float32 and scoring.first <= MAX_UNCOMPRESSED
-    small = small and q.shape[1] <= max_rows(pages.format) * pages.kv_heads
     return same and small and not scoring.recent and scoring.window is None and scoring.softcap is None
 
 

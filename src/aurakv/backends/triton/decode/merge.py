@@ -29,11 +29,12 @@ RECENT_AT_ONCE = gl.constexpr(8)
 
 @gluon.jit
 def add_vectors(
-    found, vectors, seq, visible, kv_head, kv_heads, b_q, scale, AT_ONCE: gl.constexpr, ACROSS: gl.constexpr,
-    DIM: gl.constexpr,
+    found, vectors, seq, visible, b_seen, kv_head, kv_heads, b_q, scale, AT_ONCE: gl.constexpr, ACROSS: gl.constexpr,
+    DIM: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
     """Scores and values of 16-bit vectors of a sequence, which are not rotated, on top of what was found: the maximum,
-    the sum of the weights below it, the weighted sum."""
+    the sum of the weights below it, the weighted sum. visible: how many any row sees; if SOME, each row the first
+    b_seen of them."""
     top, other, b_sum = found
     data, table, size, keys, values = vectors
     HEAD: gl.constexpr = top.type.layout
@@ -49,6 +50,8 @@ def add_vectors(
     o_dim = natural(o_dim, DIM)[None, None, :]
     m_dim = (o_dim < DIM) if padded(DIM) > DIM else (o_dim >= 0)
     b_query = gl.convert_layout(b_q, block)
+    if SOME:
+        b_limit = gl.convert_layout(b_seen, gl.SliceLayout(0, gl.SliceLayout(2, block)))
     p_piece = data + (gl.load(table + seq).to(gl.int64) * kv_heads + kv_head) * size
     for t in range(0, visible, AT_ONCE):
         m_token = t + o_token < visible
@@ -56,11 +59,14 @@ def add_vectors(
         m_vector = m_token[:, None, None] & m_dim
         b_key = gl.load(p_piece + keys + o_vector, mask=m_vector, other=0.0).to(gl.float32)
         b_value = gl.load(p_piece + values + o_vector, mask=m_vector, other=0.0).to(gl.float32)
-        score = gl.where(m_token[:, None], gl.sum(b_query * b_key, 2) * scale, -float("inf"))
+        m_score = m_token[:, None]
+        if SOME:
+            m_score = m_score & ((t + o_token)[:, None] < b_limit[None, :])
+        score = gl.where(m_score, gl.sum(b_query * b_key, 2) * scale, -float("inf"))
         new = gl.maximum(top, gl.convert_layout(gl.max(score, 0), HEAD))
         old = gl.where(top == new, 1.0, gl.exp2(top - new))
         weight = gl.exp2(score - gl.convert_layout(new, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :])
-        weight = gl.where(m_token[:, None], weight, 0.0)
+        weight = gl.where(m_score, weight, 0.0)
         other = other * old + gl.convert_layout(gl.sum(weight, 0), HEAD)
         b_more = gl.sum(gl.expand_dims(weight, 2) * b_value, 0)
         b_sum = b_sum * gl.convert_layout(old, ROW)[:, None] + gl.convert_layout(b_more, OUT)
@@ -164,18 +170,20 @@ def merge_pieces(
         found = (top, other, b_uncompressed)
         of_head = gl.where(known, kv_head, 0)
         if UNCOMPRESSED:
-            held = gl.minimum(gl.load(u_lengths + seq), gl.minimum(gl.load(ends + seq), gl.load(lengths + seq)))
+            end = gl.load(ends + seq)
+            held = gl.minimum(gl.load(u_lengths + seq), gl.minimum(end, gl.load(lengths + seq)))
+            b_seen = end - (queries - 1) + row // GROUP  # a row sees so many keys of its sequence, if CLIP
             first_ones = (u_data, u_table, u_size, u_keys, u_values)
             found = add_vectors(
-                found, first_ones, seq, gl.where(known, held, 0), of_head, kv_heads, b_q, bias_scale, FIRST_AT_ONCE,
-                ACROSS, DIM,
+                found, first_ones, seq, gl.where(known, held, 0), b_seen, of_head, kv_heads, b_q, bias_scale,
+                FIRST_AT_ONCE, ACROSS, DIM, SEVERAL and CLIP,
             )  # fmt: skip
         if RECENT:
             held = gl.load(r_lengths + seq)
             recent_ones = (r_data, r_table, r_size, r_keys, r_values)
             found = add_vectors(
-                found, recent_ones, seq, gl.where(known, held, 0), of_head, kv_heads, b_q, bias_scale, RECENT_AT_ONCE,
-                ACROSS, DIM,
+                found, recent_ones, seq, gl.where(known, held, 0), held, of_head, kv_heads, b_q, bias_scale,
+                RECENT_AT_ONCE, ACROSS, DIM, False,
             )  # fmt: skip
         top, other, b_uncompressed = found
     if EARLY:
