@@ -59,6 +59,7 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self.least_rows: int | None = None  # of a sequence that is a prompt
         drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
         rows = 1 + drafts  # of a sequence that decodes
+        self.unknown = rows if drafts else 0  # tokens of drafts that vLLM's host does not count in lengths of prompts
         for name in layer_names:
             layer = context[name]
             if layer.impl.layer.prefill is not None:
@@ -79,9 +80,10 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             batch.query_start_loc, single=batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
         )
         prompts = None
-        known = batch.seq_lens_cpu_upper_bound  # exact for sequences with many rows
+        known = batch.seq_lens_cpu_upper_bound  # exact for sequences with many rows, but in a draft model
         if self.least_rows is not None and batch.max_query_len >= self.least_rows and known is not None:
-            prompts = find_prompts(batch.query_start_loc_cpu.tolist(), known.tolist(), self.least_rows)
+            lengths = (known + self.unknown).tolist()
+            prompts = find_prompts(batch.query_start_loc_cpu.tolist(), lengths, self.least_rows)
         made = Batch(batch.num_actual_tokens, rows, batch.seq_lens, batch.block_table_tensor, self.memory, prompts)
         if self.memory.beginnings is not None and (pages := self._pages(self.with_entries, made)) is not None:
             self.memory.beginnings.find(made.table, made.lengths, rows, pages)

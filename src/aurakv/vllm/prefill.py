@@ -119,12 +119,11 @@ def _piece(begins: Tensor, counts: Tensor, rows: list[int], keys: list[int], cau
 
 def _pieces(rows: int, length: int, room: int, lengths: Tensor) -> list[Piece]:
     """Of one sequence: its last keys, among them those of its rows, then the others from the front on."""
-    last = length - room
-    begins = torch.full_like(lengths, last)
-    pieces = [_piece(begins, lengths - last, [rows], [room])]
-    for at in range(0, last, room):
-        keys = min(room, last - at)
-        pieces.append(_piece(torch.full_like(lengths, at), torch.full_like(lengths, keys), [rows], [keys], False))
+    last = (lengths - room).clamp_(min=0)
+    pieces = [_piece(last, lengths - last, [rows], [room])]
+    for at in range(0, length - room, room):
+        keys = (last - at).clamp_(0, room)
+        pieces.append(_piece(torch.full_like(lengths, at), keys, [rows], [min(room, length - room - at)], False))
     return pieces
 
 
