@@ -77,6 +77,7 @@ INTEGERS = {
     "lop3.b32 d, a, b, c, 0xEA;": lambda a, b, c: a & b | c,
     "lop3.b32 d, a, b, c, 0x96;": lambda a, b, c: a ^ b ^ c,
     "lop3.b32 d, a, b, c, 0xE4;": lambda a, b, c: a & c | b & ~c,
+    "add.s16x2 d, a, b;": lambda a, b, c: (a + b) % 65536 | ((a >> 16) + (b >> 16)) % 65536 << 16,
     "popc.b32 d, a;": lambda a, b, c: bin(a).count("1"),
     "clz.b32 d, a;": lambda a, b, c: 32 - a.bit_length(),
     "brev.b32 d, a;": lambda a, b, c: int(f"{a:032b}"[::-1], 2),

@@ -28,6 +28,7 @@ MOST_THREADS = 1024
 DEFAULT_SHARED = 48 * 1024  # bytes of a program, unless it asks for more than that, as Triton's driver does it
 OPT_IN = 1024  # bytes of a multiprocessor's shared memory that no program can have
 BUILD = Path(__file__).parents[3] / "build" / "ptx"
+UNUSED = [None] * (make_tensordesc_arg.__code__.co_argcount - 2)  # parameters that later Tritons have for others
 
 
 Change = Callable[[str], str]
@@ -57,6 +58,8 @@ class Utils:
         self, address: int, swizzle: int, size: int, kind: int, block: list[int], shape: Any, strides: Any, padding: int
     ) -> TensorMap:
         return TensorMap(address, swizzle, size, tuple(block), tuple(shape), tuple(strides), bool(padding))
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor  # its name from Triton 3.7 on
 
 
 @functools.cache
@@ -96,7 +99,7 @@ def _flatten(kind: Any, value: Any, described: Iterator[Any], into: list[Paramet
     elif kind == "constexpr":
         return
     elif kind.startswith("tensordesc"):
-        tensor_map, *numbers = make_tensordesc_arg(value, next(described))
+        tensor_map, *numbers = make_tensordesc_arg(value, next(described), *UNUSED)
         rank = len(numbers) // 2
         into.append(("map", (tensor_map, value.base)))
         into.extend(("i32", int(n)) for n in numbers[:rank])
@@ -141,9 +144,16 @@ class Driver(DriverBase):
         raise NotImplementedError("the emulator has no time")
 
 
-def _keep_ptx(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: Any) -> None:
-    """Instead of a binary: nothing here would read one. File names are left out, so that copies share kernels."""
+def _keep_ptx(
+    backend: Any = None, stages: Any = None, options: Any = None, language: Any = None, capability: Any = None
+) -> tuple[str, str] | None:
+    """Instead of a binary: nothing here would read one. File names are left out, so that copies share kernels.
+
+    Without arguments, as from Triton 3.7 on: what tells kernels apart that are made like this."""
+    if stages is None:
+        return "ptx", repr("ptx")
     stages["cubin"] = lambda ptx, metadata: re.sub(r"(?m)^\s*\.(loc|file)\b.*\n", "", ptx).encode()
+    return None
 
 
 def start(capability: tuple[int, int], change: Change | None = None) -> None:

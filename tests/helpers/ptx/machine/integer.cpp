@@ -42,6 +42,11 @@ template <class T, T (*F)(T, T, T)> void three(Warp& w, const Instruction& i, u3
         r[l] = kept<T>(F(static_cast<T>(a[l]), static_cast<T>(b[l]), static_cast<T>(c[l])));
     w.put(i.slots[0], r, m);
 }
+// Of both halves of a word
+template <class T, T (*F)(T, T)> u32 halves(u32 a, u32 b) {
+    u32 low = kept<T>(F(static_cast<T>(a), static_cast<T>(b)));
+    return low | static_cast<u32>(kept<T>(F(static_cast<T>(a >> 16), static_cast<T>(b >> 16)))) << 16;
+}
 // The second operand has 32 bits whatever the type
 template <class T, T (*F)(T, u32)> void shift(Warp& w, const Instruction& i, u32 m) {
     auto a = in<T>(w, i.slots[1]);
@@ -323,6 +328,7 @@ struct All {
         arithmetic<i16>("s16", "w"), arithmetic<u16>("u16", "w");
         arithmetic<i32>("s32", "w"), arithmetic<u32>("u32", "w");
         arithmetic<i64>("s64", "q"), arithmetic<u64>("u64", "q");
+        registry()["add.s16x2"] = registry()["add.u16x2"] = {two<u32, halves<u16, add<u16>>>, "www", PLAIN};
         logic<u16>("b16", "w"), logic<u32>("b32", "w"), logic<u64>("b64", "q");
         for (auto t : {"f16", "bf16", "f32"}) {
             registry()[std::string("mov.") + t] = registry()["mov.b32"];
