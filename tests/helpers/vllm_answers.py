@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
-DTYPE = os.environ.get("VLLM_TEST_DTYPE") or ("bfloat16" if torch.cuda.is_available() else "float32")
-EXACT = DTYPE == "float32" and not torch.cuda.is_available()
+from tests.helpers.gpu import EMULATED
+
+ON_GPU = EMULATED or torch.cuda.is_available()
+DTYPE = os.environ.get("VLLM_TEST_DTYPE") or ("bfloat16" if ON_GPU else "float32")
+EXACT = DTYPE == "float32" and not ON_GPU
 NEAR = 0.0 if EXACT else 0.7 if DTYPE == "bfloat16" else 0.02  # nats
 NEAR_AT_4_BITS = 0.0 if EXACT else 3.5  # codes of 4 bits amplify rounding: on an H200 up to 2.3 were seen
 LIKELY = 0 if EXACT else 8  # tokens of a position whose likelihood is asked for

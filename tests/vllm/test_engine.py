@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib.util
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +16,13 @@ import torch
 
 from aurakv import models
 from aurakv.calibration.policy import LayerPolicy, Policy
+from tests.helpers.gpu import EMULATED
 from tests.helpers.vllm_answers import DTYPE, LIKELY, Answer, answer, wrong
 from tests.helpers.vllm_prompts import BEGINNINGS, LENGTH, TEXT, mixture
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm installs it")
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: the engine runs in this process
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ["HF_HUB_OFFLINE"] = "1"
 GPU = torch.cuda.is_available()
-cpu_only = pytest.mark.skipif(GPU, reason="vLLM for CPUs is tested")
+cpu_only = pytest.mark.skipif(GPU or EMULATED, reason="layers on a CPU are tested")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("calibrations")]
 
@@ -214,7 +211,7 @@ def test_recent_tokens_take_most_of_the_loss_away(model: Path, expected: list[in
         assert wrong(token_ids(ours, list(BEGINNINGS), 48), alone) == []
 
 
-@pytest.mark.skipif(not GPU, reason="a GPU's kernels are tested")
+@pytest.mark.skipif(not (GPU or EMULATED), reason="a GPU's kernels are tested")
 def test_recent_tokens_of_decodes(llama: Path) -> None:
     """In captured graphs, whatever a step holds."""
     found = []
