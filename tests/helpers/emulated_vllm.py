@@ -67,6 +67,18 @@ def flash(self: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tenso
     return lse
 
 
+def over_pages(self: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor, lengths: Tensor,
+               table: Tensor, most: tuple[int, int]) -> Tensor:  # fmt: skip
+    """`adapter_cuda.FlashAttention.over_pages`."""
+    assert k.is_contiguous()
+    assert len(table) == len(lengths) == len(starts) - 1
+    kept = [each[:n] for each, n in zip(table.long(), (-(-lengths // k.shape[1])).tolist(), strict=True)]
+    rows = [torch.cat([x[pages].flatten(0, 1)[:n] for pages, n in zip(kept, lengths.tolist(), strict=True)])
+            for x in (k, v)]  # fmt: skip
+    key_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return flash(self, q, *rows, out, starts, key_starts, most, causal=False, sinks=False)
+
+
 def merge(self: Any, out: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     lse = torch.logaddexp(a[1], b[1])
     parts = [part.float() * (own - lse).exp().T[:, :, None] for part, own in (a, b)]
@@ -88,6 +100,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_cuda, "current_workspace_manager", lambda: workspace)
     monkeypatch.setattr(adapter_cuda, "get_flash_attn_version", lambda **_: 3)
     monkeypatch.setattr(adapter_cuda.FlashAttention, "__call__", flash)
+    monkeypatch.setattr(adapter_cuda.FlashAttention, "over_pages", over_pages)
     monkeypatch.setattr(adapter_cuda.FlashAttention, "merge", merge)
     monkeypatch.setattr(adapter_cuda._KERNELS, "register_warmup", lambda work: None)
 

@@ -54,6 +54,15 @@ class TorchFlash:
             lse[:, rows] = total
         return lse
 
+    def over_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, table: Tensor,
+        most: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        rows = [x[table.long()].flatten(1, 2) for x in (k, v)]
+        keys, values = (torch.cat([x[:n] for x, n in zip(each, lengths.tolist(), strict=True)]) for each in rows)
+        key_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return self(q, keys, values, out, starts, key_starts, most, causal=False, sinks=False)
+
     def merge(self, out: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
         part = kv.merge(*(kv.Partial(x.float(), lse.T.contiguous()) for x, lse in (a, b)))
         out.copy_(part.out)

@@ -15,8 +15,10 @@ from aurakv.calibration.policy import LayerPolicy
 from aurakv.vllm import recent as module
 from aurakv.vllm.beginnings import Beginnings, Entries, entries_for
 from aurakv.vllm.layer import Batch, Layer, Memory
+from aurakv.vllm.prefill import Prefill, find_prompts, most_rows
 from aurakv.vllm.recent import SPARE, Recent, group_size
 from aurakv.vllm.recent_gpu import RecentOnGpu
+from tests.vllm.test_prefill import TorchFlash
 
 HEADS, GROUPED, DIM, SEQS, FIRST = 2, 2, 64, 6, 4
 CPU = torch.device("cpu")
@@ -39,8 +41,12 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         on_gpu: bool = False,
         device: torch.device = CPU,
+        room: int = 0,
+        unknown: int = 0,
     ) -> None:
-        self.device = device
+        """room: tokens of scratch memory, where prompts attend by flash attention; unknown: by how many tokens the host
+        takes sequences for longer."""
+        self.device, self.unknown = device, unknown
         parsed = kv.Format.parse(format, DIM)
         self.block, self.group, self.first, self.dtype, self.scoring = block, group, first, dtype, scoring
         self.sink_logits = sink_logits
@@ -50,6 +56,8 @@ class Engine:
             beginnings = Entries.for_pages(parsed, first, entries_for(SEQS), HEADS, dtype, device)
         self.memory.recent = RecentOnGpu(group, SEQS, device) if on_gpu else Recent(group, SEQS)
         count = entries_for(SEQS, SPARE)
+        scratch = [torch.full((room * HEADS * DIM,), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+        self.flash = TorchFlash(scoring, sink_logits)
         self.layer = Layer(
             parsed,
             scoring,
@@ -57,6 +65,7 @@ class Engine:
             policy=policy,
             beginnings=beginnings,
             recent=Entries.for_pages(parsed, group, count, HEADS, dtype, device),
+            prefill=Prefill(self.flash, lambda: (scratch[0], scratch[1])) if room else None,
         )
         for each in (self.memory.beginnings, self.memory.recent):
             if each is not None:
@@ -74,7 +83,9 @@ class Engine:
         starts = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=self.device)
         rows, table = Rows(starts, single=set(counts) == {1}), table.to(self.device)
         lens = torch.tensor(lengths, dtype=torch.int32, device=self.device)
-        batch = Batch(sum(counts), rows, lens, table, self.memory)
+        known = [length + self.unknown for length in lengths]
+        prompts = find_prompts(starts.tolist(), known, PROMPT) if self.layer.prefill else None
+        batch = Batch(sum(counts), rows, lens, table, self.memory, prompts)
         pages = self.layer.pages(self.blocks, batch)
         if self.memory.beginnings is not None:
             self.memory.beginnings.find(table, batch.lengths, rows, pages)
@@ -117,6 +128,9 @@ class Engine:
             weights = scores.softmax(-1)[..., : len(k)]
             out.append(torch.einsum("hgt,thd->hgd", weights, theirs).flatten(0, 1))
         return torch.stack(out)
+
+
+PROMPT = 1 + most_rows(GROUPED, DIM, 1)  # rows that make one
 
 
 def tokens(*counts: int, heads: int = HEADS) -> list[Tensor]:
@@ -167,9 +181,14 @@ def lives(engine: Engine, seed: int, steps: int = 25) -> float:
     return worst
 
 
+def in_one_group(engine: Engine, end: int, rows: int) -> bool:
+    """Else a GPU's decode reads the codes of all of them."""
+    return (end - rows) // engine.group == (end - 1) // engine.group
+
+
 def decodes(engine: Engine, seed: int, steps: int = 12) -> float:
-    """As on a GPU: prompts, which read codes, drafts, which read those of recent tokens, and steps of one token a
-    sequence. The largest error."""
+    """As on a GPU without flash attention: prompts, which read codes, drafts, and steps of one token a sequence. The
+    largest error."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     tables = [[1 + 8 * i + j for j in range(8)] for i in range(3)]
@@ -181,8 +200,34 @@ def decodes(engine: Engine, seed: int, steps: int = 12) -> float:
         v = [torch.cat(pair) for pair in zip(v, new_v, strict=True)]
         out = engine.step(tables, [len(x) for x in k], q, new_k, new_v)
         for i in range(3):
-            wanted = engine.wanted(tables[i], q[i], k[i], v[i], first=number > 0, recent=max(counts) == 1)
+            recent = number > 0 and in_one_group(engine, len(k[i]), counts[i])
+            wanted = engine.wanted(tables[i], q[i], k[i], v[i], first=number > 0, recent=recent)
             worst = max(worst, error(out[i], wanted))
+    return worst
+
+
+def serves(engine: Engine, seed: int, steps: int = 10) -> float:
+    """As on a GPU with flash attention: prompts that are cut anywhere behind drafts and single tokens. The largest
+    error."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    tables = [[1 + 12 * i + j for j in range(12)] for i in range(SEQS)]
+    k, v, worst = [NOTHING] * SEQS, [NOTHING] * SEQS, 0.0
+    for _ in range(steps):
+        chosen = draw.sample(range(SEQS), SEQS)
+        counts = sorted(draw.choice([1, 1, 1, 2, 4, 33, 34, 60]) for _ in chosen)
+        q, new_k, new_v = tokens(*counts, heads=HEADS * GROUPED), tokens(*counts), tokens(*counts)
+        for i, keys, values in zip(chosen, new_k, new_v, strict=True):
+            k[i], v[i] = torch.cat([k[i], keys]), torch.cat([v[i], values])
+        lengths = [len(k[i]) for i in chosen]
+        out = engine.step([tables[i] for i in chosen], lengths, q, new_k, new_v)
+        for i, n, queries, mine in zip(chosen, counts, q, out, strict=True):
+            end = len(k[i])
+            recent = n >= PROMPT or in_one_group(engine, end, n)
+            worst = max(worst, error(mine, engine.wanted(tables[i], queries, k[i], v[i], recent=recent)))
+            rejected = draw.choice([0, 1, 2])
+            if rejected < n < PROMPT and end % engine.group >= rejected:
+                k[i], v[i] = k[i][: end - rejected], v[i][: end - rejected]
     return worst
 
 
@@ -318,6 +363,52 @@ def test_on_a_gpu(group: int, block: int) -> None:
     )
     engine.group = min(group, block)
     assert decodes(engine, 3, steps=100) < 0.03
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "plain": {"group": 16, "block": 32, "room": 2048},
+    "whole-blocks": {"group": 64, "block": 64, "room": 2048, "unknown": 4},
+    "little-room": {"group": 16, "block": 32, "room": 110, "first": 0, "unknown": 3},
+    "calibrated": {"group": 32, "block": 64, "room": 600, "changed": True},
+    "sinks": {"group": 16, "block": 16, "room": 2048, "changed": True, "sinks": True},
+}
+
+
+def prompts_beside(kind: str, seed: int, steps: int = 8, device: torch.device = CPU) -> float:
+    options = dict(PROMPTS[kind])
+    torch.manual_seed(seed)
+    if options.pop("changed", False):
+        offsets = torch.randn(2, HEADS, DIM)
+        options["policy"] = LayerPolicy(
+            "k2v2", key_offset=offsets[0], value_offset=offsets[1], key_scale=torch.rand(HEADS, DIM) + 0.5
+        )
+    if options.pop("sinks", False):
+        options["sink_logits"] = torch.randn(HEADS * GROUPED).to(device)
+    engine = Engine(kv.Scoring(), dtype=torch.bfloat16, on_gpu=True, device=device, **options)
+    worst = serves(engine, seed, steps)
+    assert engine.flash.calls > steps, "prompts were meant to attend in groups"
+    return worst
+
+
+def lost_before_a_prompt(device: torch.device = CPU) -> float:
+    """The group that a prompt was cut in is read from its codes where its entry is unknown."""
+    torch.manual_seed(5)
+    engine = Engine(kv.Scoring(), "k8v8", dtype=torch.bfloat16, on_gpu=True, device=device, room=512)
+    k, v, found = NOTHING, NOTHING, 0.0
+    for count in (40, 34, 60):  # up to the middle of a group, into another one, into the next block
+        error, k, v = one(engine, [1, 2, 3, 4, 5], k, v, count)
+        found = max(found, error)
+        assert isinstance(engine.memory.recent, RecentOnGpu)
+        engine.memory.recent.state["entry_of"].fill_(-1)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_on_a_gpu(kind: str) -> None:
+    assert prompts_beside(kind, 3, device=torch.device("cuda")) < 0.01
+    assert lost_before_a_prompt(torch.device("cuda")) < 0.02
 
 
 @pytest.mark.parametrize(("recent", "group"), [(0, 0), (1, 16), (4, 16), (8, 32), (16, 64), (100, 64)])

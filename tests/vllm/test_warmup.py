@@ -111,6 +111,9 @@ class NoFlash:
     def __call__(self, q: Any, *_: Any, **__: Any) -> Any:
         return q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
 
+    def over_pages(self, q: Any, *_: Any) -> Any:
+        return self(q)
+
     def merge(self, out: Any, a: Any, b: Any) -> Any:
         return a[1]
 
@@ -221,7 +224,7 @@ def test_every_kernel_is_warmed_up(case: str) -> None:
     assert ("unpack_kernel" in kernels) == given.flash
     assert "append_kernel" in kernels
     assert ("find_kernel" in kernels) == ("place_kernel" in kernels) == given.first
-    assert ("find_recent_kernel" in kernels) == (given.recent > 0)
+    assert ("find_recent_kernel" in kernels) == ("gather_kernel" in kernels) == (given.recent > 0)
     assert ("extend_kernel" in kernels or "extend_warps_kernel" in kernels) == (not given.flash)
     assert len(warm) <= (50 if given.flash else 60), sorted(key[1] for key in warm)  # without it prompts take all
 

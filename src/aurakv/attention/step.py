@@ -74,7 +74,7 @@ class Step(Attention):
     counted: bool = False  # whether the lengths count the new tokens already, as an engine's do; else they advance
     first_tokens: Copies | None = None  # where new tokens that are first ones are stored, too
     recent_tokens: Copies | None = None  # likewise, those that are the last ones
-    recent: Pages | None = None  # 16-bit vectors of the last tokens, all of which the one query of a sequence sees
+    recent: Pages | None = None  # 16-bit vectors of the last tokens, which a query sees up to its own position
     coded: Pages | None = None  # the same pages, as far as queries then read their codes, and first tokens
 
     def over_codes(self) -> Attention:
@@ -103,7 +103,7 @@ class Step(Attention):
         return Attention(pages, self.rows, scoring, None, self.splits, self.precision, ends=self.query_ends)
 
     def over_recent(self) -> Attention | None:
-        """Attention over the recent tokens, all of which are seen by the one query of their sequence."""
+        """Attention over the recent tokens, with one query a sequence, which sees them all."""
         if self.recent is None:
             return None
         scoring = replace(self.scoring, first=0, recent=0, sinks=0)

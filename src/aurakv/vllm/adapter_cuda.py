@@ -19,6 +19,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from ..attention.scoring import Scoring
 from ..format.codec import Format
 from .prefill import Prefill, why_not
+from .recent import MOST
 from .warmup import Limits, WarmUp, shape_of
 
 SCRATCH = 1 << 26  # elements for keys, and as many for values, of 16 bits: 128 MiB each
@@ -42,7 +43,7 @@ def make_prefill(
         version = 2 if version is not None and is_fa_version_supported(2) else None
     if version is None or dim > 256 or (sinks is not None and version == 2):
         return None
-    size = max(SCRATCH, config.scheduler_config.max_num_batched_tokens * kv_heads * dim)
+    size = max(SCRATCH, (config.scheduler_config.max_num_batched_tokens + MOST) * kv_heads * dim)
 
     def scratch() -> tuple[Tensor, Tensor]:
         keys, values = current_workspace_manager().get_simultaneous(((size,), dtype), ((size,), dtype))
@@ -92,6 +93,37 @@ class FlashAttention:
             return_softmax_lse=True,
             fa_version=self.version,
             s_aux=self.sink_logits if sinks else None,
+        )
+        found: Any = lse
+        return found
+
+    def over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        table: Tensor,
+        most: tuple[int, int],
+    ) -> Tensor:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        _, lse, *_ = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            out=out,
+            cu_seqlens_q=starts,
+            seqused_k=lengths,
+            max_seqlen_q=most[0],
+            max_seqlen_k=most[1],
+            block_table=table,
+            softmax_scale=self.scale,
+            causal=False,
+            return_softmax_lse=True,
+            fa_version=self.version,
         )
         found: Any = lse
         return found

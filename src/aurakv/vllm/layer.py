@@ -15,9 +15,11 @@ from ..calibration.policy import LayerPolicy
 from ..errors import InputError
 from ..format.codec import Format
 from ..storage.pages import Pages
+from . import prompt_groups
 from .beginnings import Beginnings, Entries
 from .cut import Cut
 from .prefill import Prefill, Prompts
+from .prompt_groups import Opened
 from .recent import Recent
 from .recent_gpu import RecentOnGpu
 
@@ -90,6 +92,7 @@ class Stored(NamedTuple):
     recent: Pages | None  # uncompressed last tokens
     recent_tokens: Copies | None  # where new ones go, if an append stores them
     coded: Pages | None  # the pages, as far as codes are read where queries use these
+    opened: Opened | None  # on a GPU: of the groups that rows begin in, what came before
 
 
 class Constants(NamedTuple):
@@ -160,12 +163,20 @@ class Layer:
         if prompts.row:
             front = batch.front(prompts)
             self._step(q[: prompts.row], None, None, self._stored(blocks, front), front, out[: prompts.row])
+        if k is not None and v is not None and stored.opened is not None:
+            room = self.prefill.room(pages)
+            groups = prompt_groups.plan(prompts, stored.opened, room, batch.rows.starts, pages.lengths)
+            if groups is not None:
+                given = pages, stored.opened, self.sink_logits, key_scale, stored.first, out
+                prompt_groups.attend(self.prefill, groups, q, k, v, *given)
+                return
         self.prefill.attend(q, pages, runs, self.scoring, self.sink_logits, key_scale, stored.first, out)
 
     def _step(self, q: Tensor, k: Tensor | None, v: Tensor | None, stored: Stored, batch: Batch, out: Tensor) -> None:
         first, recent, coded = stored.first, stored.recent, stored.coded
         cut = None if k is None or recent is None else batch.cut
-        if not (batch.rows.single if cut is None else cut.whole):
+        several = batch.memory.recent is not None and batch.memory.recent.several
+        if not (batch.rows.single or several if cut is None else cut.whole):
             recent = coded = None
         step = Step(
             stored.pages,
@@ -223,16 +234,17 @@ class Layer:
 
     def _beside(
         self, memory: Memory, pages: Pages
-    ) -> tuple[Pages | None, Copies | None, Pages | None, Copies | None, Pages | None]:
+    ) -> tuple[Pages | None, Copies | None, Pages | None, Copies | None, Pages | None, Opened | None]:
         """What of the sequences of these pages is uncompressed."""
-        first = first_tokens = recent = recent_tokens = coded = None
+        first = first_tokens = recent = recent_tokens = coded = opened = None
         if self.beginnings is not None and memory.beginnings is not None:
             first = memory.beginnings.entries_of(self.beginnings, pages.seqs)
             first_tokens = memory.beginnings.first_tokens(first)
         if self.recent is not None and memory.recent is not None:
             recent = memory.recent.pages_of(self.recent, pages.seqs)
             recent_tokens, coded = memory.recent.stores(recent), memory.recent.coded_of(pages)
-        return first, first_tokens, recent, recent_tokens, coded
+            opened = memory.recent.opened(self.recent, pages)
+        return first, first_tokens, recent, recent_tokens, coded, opened
 
     def constants(self, device: torch.device, kv_heads: int) -> Constants:
         """Made once, and kept as long as the layer: graphs read them when no table that they were made for is known

@@ -7,9 +7,10 @@ into scratch memory that all layers share, so that results do not depend on how 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ class Flash(Protocol):
         causal: bool,
         sinks: bool,
     ) -> Tensor: ...
+
+    def over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        table: Tensor,
+        most: tuple[int, int],
+    ) -> Tensor:
+        """Queries see all keys, without sinks: lengths [n] of them, in the pages that table [n, width] names."""
+        ...
 
     def merge(self, out: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
         """Write to out the results a and b over different keys, each with its log-sum-exp; give that of both."""
@@ -75,6 +90,7 @@ class Prompts:
     lengths: list[int]  # of the sequences with these
     singles: bool  # whether each sequence before them has one row
     runs: dict[tuple[int | None, int], list[Run] | None] = field(default_factory=dict)  # by window and room
+    groups: dict[tuple[int, int], Any] = field(default_factory=dict)  # see `prompt_groups.plan`
 
     def plan(self, window: int | None, room: int, starts: Tensor, lengths: Tensor) -> list[Run] | None:
         """How to attend with scratch memory for `room` tokens; None where a window does not fit into that.
@@ -114,7 +130,7 @@ class Prompts:
 
 def _piece(begins: Tensor, counts: Tensor, rows: list[int], keys: list[int], causal: bool = True) -> Piece:
     key_starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    return Piece(begins, key_starts, _tiles(keys), (max(rows), max(keys)), sum(keys), causal)
+    return Piece(begins, key_starts, tiles(keys), (max(rows), max(keys)), sum(keys), causal)
 
 
 def _pieces(rows: int, length: int, room: int, lengths: Tensor) -> list[Piece]:
@@ -127,7 +143,8 @@ def _pieces(rows: int, length: int, room: int, lengths: Tensor) -> list[Piece]:
     return pieces
 
 
-def _tiles(keys: list[int]) -> int:
+def tiles(keys: list[int]) -> int:
+    """Of `unpack`, for sequences of so many keys."""
     from ..backends.triton.unpack import launch
 
     return launch.tiles(keys)
@@ -160,10 +177,17 @@ class Prefill:
     flash: Flash
     scratch: Callable[[], tuple[Tensor, Tensor]]  # flat memory for keys and for values, in the model's dtype
 
+    def room(self, pages: Pages) -> int:
+        """Tokens that the scratch memory holds."""
+        return int(self.scratch()[0].numel() // (pages.kv_heads * pages.format.key.dim))
+
+    def vectors(self, pages: Pages) -> list[Tensor]:
+        """The scratch memory as keys and values [room, kv_heads, dim]."""
+        shape = self.room(pages), pages.kv_heads, pages.format.key.dim
+        return [x[: math.prod(shape)].view(shape) for x in self.scratch()]
+
     def plan(self, prompts: Prompts, pages: Pages, scoring: Scoring, starts: Tensor) -> list[Run] | None:
-        keys, _ = self.scratch()
-        room = keys.numel() // (pages.kv_heads * pages.format.key.dim)
-        return prompts.plan(scoring.window, room, starts, pages.lengths)
+        return prompts.plan(scoring.window, self.room(pages), starts, pages.lengths)
 
     def append(
         self, pages: Pages, k: Tensor | None, v: Tensor | None, rows: Rows, key_scale: Tensor | None,
@@ -205,8 +229,7 @@ class Prefill:
         from ..backends.triton.append.beginnings import place
         from ..backends.triton.unpack.launch import unpack
 
-        shape = -1, pages.kv_heads, pages.format.key.dim
-        k, v = (x[: x.numel() // (shape[1] * shape[2]) * shape[1] * shape[2]].view(shape) for x in self.scratch())
+        k, v = self.vectors(pages)
         unpack(pages, run.first, piece.begins, piece.key_starts, piece.tiles, k, v, key_scale, offset)
         if entries is not None:
             key_offset = None if offset else pages.key_offset

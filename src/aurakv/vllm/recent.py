@@ -25,6 +25,7 @@ from ..attention.step import Copies, Rows
 from ..storage.pages import Pages
 from .beginnings import Entries, entries_for, first_codes
 from .cut import Cut, Lost
+from .prompt_groups import Opened
 
 MOST, LEAST = 64, 16  # tokens of a group
 SPARE = 32  # entries beyond those of sequences that may run
@@ -47,6 +48,8 @@ class Piece(NamedTuple):
 
 class Groups:
     """What a step finds of the last group of each of its sequences, at addresses that are kept."""
+
+    several = False  # whether backends let several queries of a sequence use them
 
     def __init__(self, group: int, seqs: int, device: torch.device) -> None:
         self.group, self.step = group, 0
@@ -72,6 +75,11 @@ class Groups:
 
     def stores(self, groups: Pages) -> Copies | None:
         """How an append stores the new tokens there; None where that is done apart."""
+        return None
+
+    def opened(self, entries: Entries, pages: Pages) -> Opened | None:
+        """What lay of the groups that the rows of a step begin in, in the layer with these entries; None where rows are
+        cut in another way."""
         return None
 
     def within(self, pages: Pages) -> int:

@@ -1,7 +1,8 @@
 """Recent tokens of sequences on a GPU, where all of it happens on the device: `recent` says what it is for.
 
-Queries use them in steps with one query a sequence, as decodes are. Steps with more queries, prompts and drafts, read
-codes. Where an entry is missing its tokens are read from their codes, too, until the next group begins.
+Prompts use them where flash attention takes prompts (`prompt_groups`), other steps where the decode kernel serves them:
+there a sequence whose rows lie in two groups, as drafts may, reads codes. Where an entry is missing its tokens are read
+from their codes, too, until the next group begins.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from ..attention.step import Copies, Rows
 from ..storage.pages import Pages
-from .beginnings import AGES, entries_for
+from .beginnings import AGES, Entries, entries_for
 from .cut import Cut
+from .prompt_groups import Opened
 from .recent import SPARE, Groups
 
 _NONE = -1
@@ -20,6 +22,8 @@ _NONE = -1
 
 class RecentOnGpu(Groups):
     """Found by a kernel."""
+
+    several = True
 
     def __init__(self, group: int, seqs: int, device: torch.device) -> None:
         super().__init__(group, seqs, device)
@@ -40,6 +44,9 @@ class RecentOnGpu(Groups):
             "held": self.held,  # none where they are lost
             "before": self.before,
             "coded": self.coded,
+            # of the group of a sequence's first row:
+            "open_slots": numbers(seqs),  # its entry
+            "opened": numbers(seqs),  # how many tokens lay there before the step
         }
 
     def find(self, table: Tensor, lengths: Tensor, rows: Rows, pages: Pages) -> Cut | None:
@@ -56,6 +63,12 @@ class RecentOnGpu(Groups):
         self.step += 1
         recent.find(self.state, table, lengths, rows.starts, pages, self.step, group, self.seqs, AGES)
         return None
+
+    def opened(self, entries: Entries, pages: Pages) -> Opened:
+        seqs = pages.seqs
+        slots, held = self.state["open_slots"][:seqs].view(seqs, 1), self.state["opened"][:seqs]
+        before = Pages(entries.format, entries.tokens, entries.data, slots, held, self.overflow).trust()
+        return Opened(before, self.within(pages))
 
     def settle(self, pages: Pages) -> None:
         """Behind the append of a step: note what its blocks have, before they can change. pages: as for `find`."""

@@ -93,6 +93,9 @@ class _NoFlash:
     def __call__(self, q: Tensor, *_: object, **__: object) -> Tensor:
         return q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
+    def over_pages(self, q: Tensor, *_: object) -> Tensor:
+        return self(q)
+
     def merge(self, out: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
         return a[1]
 

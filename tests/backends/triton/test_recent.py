@@ -15,6 +15,7 @@ from aurakv.format.codec import Codec, Format
 from aurakv.storage.pages import Pages, allocate
 from tests.helpers.gpu import WHY_NOT_COMPILED, compiles
 from tests.helpers.ptx import library as ptx
+from tests.vllm.test_recent import PROMPTS, lost_before_a_prompt, prompts_beside
 
 REASON = WHY_NOT_COMPILED or ptx.why_not()
 emulates = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
@@ -156,6 +157,24 @@ def test_emulated_engine(monkeypatch, capability):
 
 
 @emulates
+@pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.full), (9, 0)])
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_emulated_prompts(monkeypatch, kind, capability):
+    """Each row reads its own group as it came, wherever a prompt is cut."""
+    from aurakv import backends
+    from aurakv.vllm.beginnings import Beginnings
+    from tests.helpers.ptx.driver import emulating
+
+    chosen = backends._load("triton")
+    monkeypatch.setattr(backends, "select", lambda *_: chosen)
+    monkeypatch.setattr(Beginnings, "on_gpu", True)
+    with emulating(capability):
+        assert prompts_beside(kind, 3) < 0.01
+        if kind == "plain":
+            assert 1e-3 < lost_before_a_prompt() < 0.02
+
+
+@emulates
 def test_emulated_find():
     """A group that is as it was left is used again; one whose block has other codes, or that is unknown, is not."""
     from aurakv.vllm.recent_gpu import RecentOnGpu
@@ -181,7 +200,7 @@ def test_emulated_find():
         return [recent.state[name][: len(lengths)].tolist() for name in ("held", "before", "coded")]
 
     with emulating((9, 0)):
-        assert find([[3, 4], [7, 8]], [0, 0], [5, 40]) == [[5, 8, 0], [0, 0, 0], [0, 32, 0]]
+        assert find([[3, 4], [7, 8]], [0, 0], [5, 40]) == [[5, 8, 0], [0, 0, 0], [0, 40, 0]]
         assert find([[3, 4], [7, 8]], [5, 40], [1, 1]) == [[6, 9, 0], [5, 8, 0], [0, 32, 0]]
         slot = recent.state["slots"][:2].tolist()
         assert len(set(slot)) == 2
@@ -189,21 +208,26 @@ def test_emulated_find():
         assert find([[3, 4], [7, 8]], [6, 41], [1, 1]) == [[7, 0, 0], [6, 0, 0], [0, 42, 0]]
         assert find([[7, 8]], [42], [1]) == [[0, 0], [0, 0], [43, 0]]  # until the group is full
         assert find([[7, 8]], [43], [4]) == [[0, 0], [0, 0], [47, 0]]
-        assert find([[7, 8]], [47], [2]) == [[1, 0], [0, 0], [48, 0]]
+        assert find([[7, 8]], [47], [2]) == [[1, 0], [0, 0], [49, 0]]  # in two groups, so codes are read
+        assert recent.state["opened"][0] == 0, "it was lost"
+        assert find([[7, 8]], [48], [2]) == [[2, 0], [0, 0], [48, 0]]  # from the beginning of a group
         assert find([[3, 4]], [7], [4]) == [[11, 0], [7, 0], [0, 0]]  # drafts, of which one is taken
         assert find([[3, 4]], [8], [4]) == [[12, 0], [8, 0], [0, 0]]
-        assert find([[3, 4]], [12], [6]) == [[2, 0], [0, 0], [16, 0]]
-        find([[7, 8]], [49], [1], runs=False)  # a step that is prepared and does not run
-        assert find([[7, 8]], [49], [1]) == [[0, 0], [0, 0], [50, 0]]
-        assert find([[7, 8]], [50], [1]) == [[0, 0], [0, 0], [51, 0]], "a token of it is missing"
+        assert find([[3, 4]], [12], [6]) == [[2, 0], [0, 0], [18, 0]]
+        assert (recent.state["opened"][0], recent.state["open_slots"][0]) == (12, slot[0])
+        assert recent.state["slots"][0] != slot[0]
+        find([[7, 8]], [50], [1], runs=False)  # a step that is prepared and does not run
+        assert find([[7, 8]], [50], [1]) == [[0, 0], [0, 0], [51, 0]]
+        assert find([[7, 8]], [51], [1]) == [[0, 0], [0, 0], [52, 0]], "a token of it is missing"
         for _ in range(20):  # others come and go in all other entries
             find([[3, 4], [draw.randrange(10, 40), 1]], [18, 0], [1, 3])
             assert recent.state["held"][0] == 3
 
 
 @compiles
+@pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiled_kernels(monkeypatch, tmp_path, capability):
+def test_compiled_kernels(monkeypatch, tmp_path, capability, queries):
     """Nothing goes to the stack, and what reads no recent tokens is what it was."""
     from aurakv.backends.triton.decode import launch
     from tests.helpers.compile_only import compiling, disassemble, resources
@@ -215,7 +239,8 @@ def test_compiled_kernels(monkeypatch, tmp_path, capability):
     vectors = Format(*[Codec(128, 16, dtype=torch.bfloat16)] * 2)
     data = torch.empty(3, 8, vectors.layout(64).bytes, dtype=torch.uint8)
     recent = Pages(vectors, 64, data, table[:, :1].contiguous(), lengths, lengths[:1])
-    q, rows = torch.empty(seqs, 32, 128, dtype=torch.bfloat16), Rows(torch.arange(seqs + 1, dtype=torch.int32), True)
+    q = torch.empty(seqs * queries, 32, 128, dtype=torch.bfloat16)
+    rows = Rows(torch.arange(seqs + 1, dtype=torch.int32) * queries, single=queries == 1)
     loads = []
     for each in (None, recent):
         with compiling(capability) as seen:

@@ -29,10 +29,11 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
         decode is not None
         and decode.why_not_call(q, pages, scoring, step.precision) is None
         and all(each is None or decode.serves_uncompressed(each, scoring) for each in (uncompressed, recent))
-        and (recent is None or rows.single)
     )
     if not alone and step.first_tokens is not None:  # a sequence may lack them, which only `merge_pieces` looks at
         step = replace(step, scoring=replace(scoring, first=0), uncompressed=None)
+    if not alone and not rows.single:  # and only this knows which recent ones each of several queries sees
+        step = replace(step, recent=None, coded=None)
     if alone:
         options = (step.query_ends, scoring, step.sink_logits, step.splits)
         attend = decode.prepare(q, step.over_codes().pages, rows, *options, uncompressed, factors, recent)

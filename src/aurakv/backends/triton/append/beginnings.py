@@ -191,14 +191,14 @@ NAMES = ("entry_of", "block_of", "tag", "used", "filled", "order", "pointer", "s
 def place(entries: Pages, first: int, begins: Tensor, key_starts: Tensor, k: Tensor, v: Tensor,
           key_scale: Tensor | None, key_offset: Tensor | None) -> None:  # fmt: skip
     """See `place_kernel`; of the sequences from `first` on."""
-    data, values, sizes = _vectors(entries)
+    data, values, sizes = vectors_of(entries)
     on(place_kernel, (len(begins), entries.kv_heads))(
         entries.table[first:], entries.lengths[first:], data, data.shape[2], values, begins, key_starts, key_scale,
         key_offset, k, v, *sizes, num_warps=1,
     )  # fmt: skip
 
 
-def _vectors(entries: Pages) -> tuple[Tensor, int, tuple[int, int, int, int]]:
+def vectors_of(entries: Pages) -> tuple[Tensor, int, tuple[int, int, int, int]]:
     """The numbers of entries, where values begin, and HEADS, KEY_DIM, VALUE_DIM, COLUMNS."""
     key, value = entries.format.key, entries.format.value
     data = entries.data.view(key.dtype)

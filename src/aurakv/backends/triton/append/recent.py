@@ -42,9 +42,9 @@ def settle_recent_kernel(page_size, data, stride, offset, row_bytes, place_of, t
 
 @triton.jit(do_not_specialize=["seqs", "width", "step"])
 def find_recent_kernel(table, lengths, starts, seqs, width, page_size, data, stride, offset, row_bytes, entry_of,
-                       place_of, tag, used, filled, order, pointer, slots, held, before, coded, step, entries,
-                       GROUP: tl.constexpr, AGES: tl.constexpr, SEQS: tl.constexpr, ENTRIES: tl.constexpr,
-                       WHOLE: tl.constexpr):  # fmt: skip
+                       place_of, tag, used, filled, order, pointer, slots, held, before, coded, open_slots, opened,
+                       step, entries, GROUP: tl.constexpr, AGES: tl.constexpr, SEQS: tl.constexpr,
+                       ENTRIES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """One program: every phase sees what the one before has written. A place is a group of a block."""
     groups = page_size // GROUP
     o_seq = tl.arange(0, SEQS)
@@ -53,7 +53,8 @@ def find_recent_kernel(table, lengths, starts, seqs, width, page_size, data, str
     rows = tl.load(starts + 1 + o_seq, mask=m_seq, other=0) - tl.load(starts + o_seq, mask=m_seq, other=0)
     real = m_seq & (length > 0) & (rows > 0)
     begin = tl.maximum(length - 1, 0) // GROUP * GROUP
-    old = tl.maximum(length - rows - begin, 0)  # tokens of the group that came before
+    row = length - rows  # the position of the first one
+    old = tl.maximum(row - begin, 0)  # tokens of the group that came before
     block = tl.load(table + o_seq.to(tl.int64) * width + begin // page_size, mask=real, other=0).to(tl.int64)
     place = block * groups + begin % page_size // GROUP
     entry = tl.load(entry_of + place, mask=real, other=NONE)
@@ -64,6 +65,21 @@ def find_recent_kernel(table, lengths, starts, seqs, width, page_size, data, str
     same = has & ((old == 0) | ((lying >= old) & (known == now)))
     tl.store(used + entry, step, mask=same)
     tl.store(filled + entry, 0, mask=has & (old > 0) & (known != now))  # for good: appends leave such entries alone
+    # the group of the first row, if it is an earlier one: as it was, and nobody takes its entry in this step
+    open_begin = row // GROUP * GROUP
+    crosses = real & (open_begin < begin)
+    b_open = tl.load(table + o_seq.to(tl.int64) * width + open_begin // page_size, mask=crosses, other=0).to(tl.int64)
+    open_place = b_open * groups + open_begin % page_size // GROUP
+    open_entry = tl.load(entry_of + open_place, mask=crosses & (row > open_begin), other=NONE)
+    has_open = open_entry >= 0
+    open_filled = tl.load(filled + open_entry, mask=has_open, other=0)
+    open_known = tl.load(tag + open_entry, mask=has_open, other=NONE)
+    now = group_tag(
+        data, stride, offset, row_bytes, tl.where(has_open, open_place, 0), open_filled, groups, GROUP, WHOLE
+    )
+    has_open &= (open_filled >= row - open_begin) & (open_known == now)
+    has_open &= tl.cumsum(has_open.to(tl.int32), 0) <= entries - tl.sum(real.to(tl.int32), 0)  # the others need theirs
+    tl.store(used + open_entry, step, mask=has_open)
     take_entries(
         real & (old == 0) & (entry < 0), place, o_seq, entry_of, place_of, used, order, pointer, step, entries, AGES,
         ENTRIES,
@@ -76,10 +92,15 @@ def find_recent_kernel(table, lengths, starts, seqs, width, page_size, data, str
     tl.store(slots + o_seq, entry, mask=valid)
     tl.store(held + o_seq, tl.where(valid, length - begin, 0), mask=m_seq)
     tl.store(before + o_seq, tl.where(valid, old, 0), mask=m_seq)
-    tl.store(coded + o_seq, tl.where(valid, begin, length), mask=m_seq)
+    tl.store(coded + o_seq, tl.where(valid & ~crosses, begin, length), mask=m_seq)
+    tl.store(open_slots + o_seq, tl.where(has_open, open_entry, tl.where(valid, entry, 0)), mask=m_seq)
+    tl.store(opened + o_seq, tl.where(has_open, row - open_begin, tl.where(valid, old, 0)), mask=m_seq)
 
 
-NAMES = ("entry_of", "place_of", "tag", "used", "filled", "order", "pointer", "slots", "held", "before", "coded")
+NAMES = (
+    "entry_of", "place_of", "tag", "used", "filled", "order", "pointer", "slots", "held", "before", "coded",
+    "open_slots", "opened",
+)  # fmt: skip
 
 
 def settle(state: dict[str, Tensor], pages: Pages, group: int) -> None:

@@ -232,8 +232,7 @@ def prepare(
 
 
 def serves_uncompressed(uncompressed: Pages, scoring: Scoring) -> bool:
-    """Whether `prepare` scores a few uncompressed tokens by the way: first ones, or with one query for each sequence
-    recent ones."""
+    """Whether `prepare` scores a few uncompressed tokens by the way, first or recent ones."""
     key, value = uncompressed.format.key, uncompressed.format.value
     same = (
         uncompressed.table.shape[1] == 1 and not uncompressed.ring and key.dim == value.dim and key.dtype == value.dtype

@@ -4,7 +4,8 @@ In: pieces and lses as `decode_attention` leaves them; lengths, ends, starts, q,
 learned logits [heads] if LOGITS; key_offset, value_offset float32 [kv_heads, DIM] if KEY_OFFSET (its products with
 queries are then added to the scores here) and VALUE_OFFSET; if UNCOMPRESSED, the first tokens of each sequence as
 16-bit vectors: u_data, pieces of u_size numbers with keys at u_keys and values at u_values, one page a sequence in
-u_table, u_lengths of them, as far as lengths go; if RECENT, its last ones beyond these lengths, likewise: r_data, …
+u_table, u_lengths of them, as far as lengths go; if RECENT, its last ones beyond these lengths, likewise: r_data, …,
+none where lengths are ends.
 Out: out [tokens, heads, DIM] in its dtype, lse_out float32 [tokens, heads], natural logarithm.
 The launcher guarantees: the same programs, scan and SCAN as for `decode_attention`; if EARLY, launched to overlap its
 end.
@@ -179,11 +180,13 @@ def merge_pieces(
                 FIRST_AT_ONCE, ACROSS, DIM, SEVERAL and CLIP,
             )  # fmt: skip
         if RECENT:
-            held = gl.load(r_lengths + seq)
+            coded, end = gl.load(lengths + seq), gl.load(ends + seq)
+            held = gl.where(known & (coded < end), gl.load(r_lengths + seq), 0)
+            b_seen = end - coded - (queries - 1) + row // GROUP
             recent_ones = (r_data, r_table, r_size, r_keys, r_values)
             found = add_vectors(
-                found, recent_ones, seq, gl.where(known, held, 0), held, of_head, kv_heads, b_q, bias_scale,
-                RECENT_AT_ONCE, ACROSS, DIM, False,
+                found, recent_ones, seq, held, b_seen, of_head, kv_heads, b_q, bias_scale, RECENT_AT_ONCE, ACROSS, DIM,
+                SEVERAL and CLIP,
             )  # fmt: skip
         top, other, b_uncompressed = found
     if EARLY:
