@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm instal
 from tests.helpers.vllm_answers import Answer, how_far, near, wrong
 from tests.helpers.vllm_prompts import mixture
 from tests.vllm.test_engine import GPU, ON_GPU, count_preemptions, engine, random_model, random_prompts, token_ids
+from tests.vllm.test_operators import eagle_head
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("calibrations")]
 gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -125,10 +126,11 @@ def caches(llm: Any) -> list[Tensor]:
     return llm.collective_rpc(copied)[0]
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_rows_that_pad_a_batch_touch_nothing(llama: Path, drafts: int) -> None:
+@pytest.mark.parametrize(("drafts", "head"), [(0, False), (3, False), (4, True)])
+def test_rows_that_pad_a_batch_touch_nothing(llama: Path, tmp_path: Path, drafts: int, head: bool) -> None:
     """Batches that are smaller than the graphs that hold them: blocks change that belong to their requests, and no
-    others, also not block 0, where tables of padding rows point to."""
+    others, also not block 0, where tables of padding rows point to. The drafts of a head are made in a graph of its
+    own, which has rows of larger batches before it."""
     tokens, draw = 20, random.Random(4)
     options: dict[str, Any] = {
         "num_gpu_blocks_override": 120,
@@ -136,14 +138,14 @@ def test_rows_that_pad_a_batch_touch_nothing(llama: Path, drafts: int) -> None:
         "skip_tokenizer_init": True,
     }
     if drafts:
-        how = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": drafts}
-        options["speculative_config"] = how
+        of = {"method": "eagle", "model": str(eagle_head(tmp_path))} if head else {"method": "draft_model"}
+        options["speculative_config"] = {"model": str(llama), **of, "num_speculative_tokens": drafts}
     with engine(llama, "k4v4", **options) as llm:
         config = llm.llm_engine.vllm_config
         if GPU:
             assert config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         size = config.cache_config.block_size
-        for count in (1, 3, 5, 7, 11, 13):
+        for count in (13, 9, 5, 3) if head else (1, 3, 5, 7, 11, 13):
             lengths = [draw.randrange(1, 300) for _ in range(count)]
             prompts = [[draw.randrange(512) for _ in range(length)] for length in lengths]
             before = caches(llm)

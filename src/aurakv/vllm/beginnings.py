@@ -164,7 +164,8 @@ class _Finder:
             self.state[name].numpy() for name in ("entry_of", "block_of", "tag", "used", "filled")
         )
         news = [b - a for a, b in itertools.pairwise(starts)]
-        real = [(i, block, lengths[i], lengths[i] - news[i]) for i, block in enumerate(blocks) if lengths[i] > 0]
+        given = enumerate(zip(blocks, lengths, news, strict=True))
+        real = [(i, block, length, length - new) for i, (block, length, new) in given if length and new]
         for _, block, _, _ in real:
             if entry_of[block] >= 0:
                 used[entry_of[block]] = self.step

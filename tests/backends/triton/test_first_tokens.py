@@ -121,6 +121,36 @@ def test_emulated_append(kind, capability):
 
 @emulates
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("kind", ["token", "token-many-heads", pytest.param("fitted", marks=pytest.mark.full)])
+def test_emulated_append_beside_padding(kind, capability):
+    """vLLM counts up the lengths of all sequences between the steps of a draft model, also of those that pad a graph:
+    these have no rows, so nothing is written where their tables point, which may be anywhere."""
+    from aurakv.backends.triton.append.launch import prepare_append
+    from tests.helpers.ptx.driver import emulating
+
+    torch.manual_seed(0)
+    name, dim, heads, _, weights, _ = KINDS[kind]
+    pages, _, _, scale = make(name, dim, heads, [1, 1, 1, 1], weights, True)
+    pages.data.random_()
+    k, v = (torch.randn(4, heads, dim).bfloat16() for _ in range(2))
+    found = []
+    with emulating(capability):
+        for seqs in (2, 4):
+            starts = torch.arange(seqs + 1, dtype=torch.int32).clamp_(max=2)
+            each = replace(
+                pages, data=pages.data.clone(), table=pages.table[:seqs].contiguous(),
+                lengths=pages.lengths[:seqs].clone(),
+            )  # fmt: skip
+            new = {"k": k[:seqs].clone(), "v": v[:seqs].clone()}
+            prepare_append(each, *new.values(), Rows(starts, single=True), scale, True)(**new)
+            found.append(each.data)
+    assert int(pages.overflow) == 0
+    assert not torch.equal(found[0], pages.data)
+    assert torch.equal(found[0], found[1])
+
+
+@emulates
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_emulated_append_of_single_warps(capability):
     from tests.helpers.ptx.driver import emulating
 

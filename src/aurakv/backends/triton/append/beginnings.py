@@ -100,9 +100,9 @@ def find_kernel(table, lengths, starts, seqs, width, data, stride, offset, row_b
     o_seq = tl.arange(0, SEQS)
     m_seq = o_seq < seqs
     length = tl.load(lengths + o_seq, mask=m_seq, other=0)
-    real = m_seq & (length > 0)
+    rows = tl.load(starts + 1 + o_seq, mask=m_seq, other=0) - tl.load(starts + o_seq, mask=m_seq, other=0)
+    real = m_seq & (length > 0) & (rows > 0)
     block = tl.load(table + o_seq.to(tl.int64) * width, mask=real, other=0).to(tl.int64)
-    rows = tl.load(starts + 1 + o_seq, mask=real, other=0) - tl.load(starts + o_seq, mask=real, other=0)
     old = length - rows
     entry = tl.load(entry_of + block, mask=real, other=NONE)
     tl.store(used + entry, step, mask=real & (entry >= 0))

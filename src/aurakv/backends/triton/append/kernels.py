@@ -151,6 +151,8 @@ def append_token(key, value, data, page_bytes, pool, first, recent, K_BYTES: tl.
     Everything is asked for before anything waits: memory is slow, and a page is known after two loads."""
     i_seq = tl.program_id(0)
     old = tl.load(pool[1] + i_seq) - COUNTED
+    if COUNTED:
+        start, end = tl.load(pool[3] + i_seq), tl.load(pool[3] + i_seq + 1)
     if first[0] is not None:
         first_before, first_held = tl.load(first[3] + i_seq), tl.load(first[2] + i_seq)
     if recent[0] is not None:
@@ -158,6 +160,8 @@ def append_token(key, value, data, page_bytes, pool, first, recent, K_BYTES: tl.
     p_key, b_keys, b_key_matrix, key_cells = ask_for(key, K, HEADS, ROWS)
     p_value, b_values, b_value_matrix, value_cells = ask_for(value, V, HEADS, ROWS)
     i_page, i_row, fits = place_token(pool, i_seq, old, RING)
+    if COUNTED:
+        fits &= end > start  # else it pads the batch, whatever its length
     i_head = tl.arange(0, ROWS)
     m_row = (i_head < HEADS) & fits
     o_piece, i_row = i_page * HEADS + i_head, i_row + 0 * i_head
@@ -180,7 +184,7 @@ def append_token(key, value, data, page_bytes, pool, first, recent, K_BYTES: tl.
         store_copies(key, pool, recent, i_seq, recent_before, recent_held, 0, True, HEADS, K)
         store_copies(value, pool, recent, i_seq, recent_before, recent_held, recent[5], True, HEADS, V)
     if COUNTED:
-        if (not fits) & (old >= 0):  # else the sequence pads the batch and has no token
+        if (not fits) & (old >= 0) & (end > start):
             tl.atomic_or(pool[2], 1, sem="relaxed")
     else:
         tl.debug_barrier()  # all warps have read the length

@@ -16,7 +16,7 @@ def find_block(p_starts, tokens, seqs, i_block, ROWS: tl.constexpr, BLOCK: tl.co
     """Block i_block of rows, ROWS of them per token and BLOCK per block: its sequence, its first row inside that, and
     the sequence's first and last + 1 token. A block past the end belongs to a sequence without tokens.
 
-    SEQS: a power of two ≥ seqs; 0 if every sequence has exactly one token.
+    SEQS: a power of two ≥ seqs; 0 if row i is the only one of sequence i, or pads the batch.
     """
     PER_TOKEN: tl.constexpr = (ROWS + BLOCK - 1) // BLOCK
     if SEQS == 0:
@@ -108,6 +108,8 @@ def enter_sequence(pool, i_block, known, HEADS: tl.constexpr, LONG: tl.constexpr
         i_seq, i_first, i_from, i_to = find_block(starts, tokens, seqs, block, PER_TOKEN, ROWS, SEQS)
         i_lo = block - i_first // ROWS
         i_hi = i_lo + ((i_to - i_from) * PER_TOKEN + (ROWS - 1)) // ROWS
+        if COUNTED and SEQS == 0:  # a sequence without a row pads the batch, whatever its length
+            i_to = tl.where(tl.load(starts + i_seq + 1) > tl.load(starts + i_seq), i_to, i_from)
         old = tl.load(lengths + i_seq)
         if COUNTED:
             old -= i_to - i_from
