@@ -351,6 +351,20 @@ def test_block_size_must_fit(llama: Path) -> None:
         pass
 
 
+@pytest.mark.skipif(not (GPU or EMULATED), reason="a GPU's kernels are tested")
+def test_blocks_that_are_slow(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence at start; also where vLLM has enlarged blocks for a recurrent state."""
+    from aurakv.vllm import adapter_builder
+
+    said: list[str] = []
+    monkeypatch.setattr(adapter_builder._logger, "warning_once", said.append)
+    for size in (32, 48):
+        with engine(llama, "k4v4", skip_tokenizer_init=True, block_size=size):
+            pass
+    found = {sentence[:36] for sentence in said if sentence.startswith("blocks of")}
+    assert found == {"blocks of 48 tokens keep aurakv from"}
+
+
 def test_without_the_switch_nothing_changes(model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 

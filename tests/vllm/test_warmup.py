@@ -186,7 +186,7 @@ class Engine:
         if not lengths[-1]:  # the batch is padded: to as many rows as a graph has
             tokens = seqs * max(rows)
         prompts = None
-        if self.layer.prefill is not None and rows[-1] > self.short:
+        if rows[-1] > self.short:
             prompts = find_prompts(starts.tolist(), lengths, self.short + 1)
         where = Rows(starts, single=single and tokens == seqs)
         batch = Batch(tokens, where, torch.tensor(lengths).int(), self.tables[:seqs], self.memory, prompts)

@@ -78,28 +78,11 @@ def _check_config(stock: Any, config: VllmConfig) -> None:
             switch.check_model(layers, model.get_total_num_kv_heads(), model.get_head_size())
         connectors.name_folders(config, switch)
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
-        for note in (switch.note, _slow_blocks(config)):
-            if note is not None:
-                _logger.warning_once(note)
+        if switch.note is not None:
+            _logger.warning_once(switch.note)
         if config.parallel_config.worker_cls == "auto":
             config.parallel_config.worker_cls = WORKER
     stock(config)
-
-
-def decode_kernel_reads(tokens: int) -> bool:
-    """Whether the decode kernel for GPUs reads blocks of so many tokens."""
-    return tokens == 16 or tokens % 32 == 0
-
-
-def _slow_blocks(config: VllmConfig) -> str | None:
-    """What a block size that the user names costs, in one sentence."""
-    cache = config.cache_config
-    if not current_platform.is_cuda() or not cache.user_specified_block_size or decode_kernel_reads(cache.block_size):
-        return None
-    return (
-        f"--block-size {cache.block_size} keeps aurakv from its decode kernel for GPUs, which reads blocks of 16 tokens"
-        f" or of a multiple of 32: attention is several times slower than with {BLOCK_TOKENS}, the default"
-    )
 
 
 def why_not(config: VllmConfig) -> str | None:

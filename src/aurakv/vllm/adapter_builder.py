@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -15,10 +16,17 @@ from ..errors import InputError
 from ..storage.pages import Pages
 from .adapter_cuda import warm_up
 from .beginnings import Beginnings
-from .layer import Batch, Memory
+from .layer import BLOCK_TOKENS, Batch, Memory
 from .prefill import find_prompts, most_rows
 from .recent import Recent
 from .recent_gpu import RecentOnGpu
+
+_logger = init_logger("vllm.aurakv")
+
+
+def decode_kernel_reads(tokens: int) -> bool:
+    """Whether the decode kernel for GPUs reads blocks of so many tokens."""
+    return tokens == 16 or tokens % 32 == 0
 
 
 class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -40,6 +48,12 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         block_table_width: int,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        tokens = kv_cache_spec.block_size
+        if current_platform.is_cuda() and not decode_kernel_reads(tokens):
+            _logger.warning_once(
+                f"blocks of {tokens} tokens keep aurakv from its decode kernel for GPUs, which reads 16 or a multiple"
+                f" of 32: attention is several times slower than with --block-size {BLOCK_TOKENS}"
+            )
         self.memory = Memory(device)
         context = vllm_config.compilation_config.static_forward_context
         seqs = vllm_config.scheduler_config.max_num_seqs
@@ -62,10 +76,9 @@ class AuraBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self.unknown = rows if drafts else 0  # tokens of drafts that vLLM's host does not count in lengths of prompts
         for name in layer_names:
             layer = context[name]
-            if layer.impl.layer.prefill is not None:
+            if current_platform.is_cuda():
                 group = layer.impl.num_heads // layer.impl.num_kv_heads
                 self.least_rows = 1 + most_rows(group, layer.head_size, rows)
-            if current_platform.is_cuda():
                 warm_up(layer, vllm_config, rows, (block_table_width, kv_cache_spec.block_size), device)
         if self.least_rows is not None:
             self.reorder_batch_threshold = self.least_rows - 1  # the sequences with fewer rows come first

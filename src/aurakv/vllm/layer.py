@@ -18,7 +18,7 @@ from ..storage.pages import Pages
 from . import prompt_groups
 from .beginnings import Beginnings, Entries
 from .cut import Cut
-from .prefill import Prefill, Prompts
+from .prefill import Prefill, Prompts, append
 from .prompt_groups import Opened
 from .recent import Recent
 from .recent_gpu import RecentOnGpu
@@ -51,10 +51,11 @@ class Batch:
     lengths: Tensor  # [seqs] int32: of the sequences, with these rows
     table: Tensor  # [seqs, width] int32 block indices
     memory: Memory
-    prompts: Prompts | None = None  # sequences at the end with many rows, where layers attend to these in their own way
+    prompts: Prompts | None = None  # sequences at the end with many rows, on a GPU: layers attend to these apart
     cut: Cut | None = None  # the rows by groups of recent tokens, where layers keep these
     seen: bool = field(default=False, init=False)  # whether the host has looked at the contents
     _front: Batch | None = field(default=None, init=False)
+    _back: Batch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         seqs = self.lengths.shape[0]
@@ -71,6 +72,14 @@ class Batch:
             rows = Rows(self.rows.starts[: seqs + 1], single=prompts.singles)
             self._front = Batch(tokens, rows, self.lengths[:seqs], self.table[:seqs], self.memory)
         return self._front
+
+    def back(self, prompts: Prompts) -> Batch:
+        """The prompts, likewise."""
+        if self._back is None:
+            first, row = prompts.first, prompts.row
+            rows = Rows(self.rows.starts[first:] - row)
+            self._back = Batch(self.tokens - row, rows, self.lengths[first:], self.table[first:], self.memory)
+        return self._back
 
     def look(self, pages: Pages) -> None:
         """Refuse contents that are out of range, before the first layer writes. Waits for the device."""
@@ -93,6 +102,11 @@ class Stored(NamedTuple):
     recent_tokens: Copies | None  # where new ones go, if an append stores them
     coded: Pages | None  # the pages, as far as codes are read where queries use these
     opened: Opened | None  # on a GPU: of the groups that rows begin in, what came before
+
+    @property
+    def codes(self) -> Stored:
+        """Without what is uncompressed."""
+        return Stored(self.pages, self.key_scale, None, None, None, None, None, None)
 
 
 class Constants(NamedTuple):
@@ -148,29 +162,38 @@ class Layer:
     def _forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, stored: Stored, blocks: Tensor, batch: Batch, out: Tensor
     ) -> None:
-        n, pages = batch.tokens, stored.pages
+        n, pages, prompts = batch.tokens, stored.pages, batch.prompts
         new = None if k is None else k[:n], None if v is None else v[:n]
-        prompts, runs = batch.prompts, None
         if stored.first is not None and batch.memory.beginnings is not None:
             batch.memory.beginnings.restore(stored.first, pages)
-        if self.prefill is not None and prompts is not None:
-            runs = self.prefill.plan(prompts, pages, self.scoring, batch.rows.starts)
-        if self.prefill is None or prompts is None or runs is None:
+        if prompts is None:
             self._step(q[:n], *new, stored, batch, out[:n])
             return
-        key_scale, copies = stored.key_scale, (stored.first_tokens, stored.recent_tokens)
-        self.prefill.append(pages, *new, batch.rows, key_scale, copies)
+        append(pages, *new, batch.rows, stored.key_scale, (stored.first_tokens, stored.recent_tokens))
         if prompts.row:
             front = batch.front(prompts)
             self._step(q[: prompts.row], None, None, self._stored(blocks, front), front, out[: prompts.row])
+        if not self._prompts(q, k, v, stored, prompts, batch, out):
+            back, rows = batch.back(prompts), slice(prompts.row, n)
+            self._step(q[rows], None, None, self._stored(blocks, back).codes, back, out[rows])
+
+    def _prompts(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, stored: Stored, prompts: Prompts, batch: Batch, out: Tensor
+    ) -> bool:
+        """Attention of prompts by flash attention; whether it serves them."""
+        if self.prefill is None:
+            return False
+        pages, starts = stored.pages, batch.rows.starts
         if k is not None and v is not None and stored.opened is not None:
-            room = self.prefill.room(pages)
-            groups = prompt_groups.plan(prompts, stored.opened, room, batch.rows.starts, pages.lengths)
+            groups = prompt_groups.plan(prompts, stored.opened, self.prefill.room(pages), starts, pages.lengths)
             if groups is not None:
-                given = pages, stored.opened, self.sink_logits, key_scale, stored.first, out
+                given = pages, stored.opened, self.sink_logits, stored.key_scale, stored.first, out
                 prompt_groups.attend(self.prefill, groups, q, k, v, *given)
-                return
-        self.prefill.attend(q, pages, runs, self.scoring, self.sink_logits, key_scale, stored.first, out)
+                return True
+        runs = self.prefill.plan(prompts, pages, self.scoring, starts)
+        if runs is not None:
+            self.prefill.attend(q, pages, runs, self.scoring, self.sink_logits, stored.key_scale, stored.first, out)
+        return runs is not None
 
     def _step(self, q: Tensor, k: Tensor | None, v: Tensor | None, stored: Stored, batch: Batch, out: Tensor) -> None:
         first, recent, coded = stored.first, stored.recent, stored.coded

@@ -189,16 +189,6 @@ class Prefill:
     def plan(self, prompts: Prompts, pages: Pages, scoring: Scoring, starts: Tensor) -> list[Run] | None:
         return prompts.plan(scoring.window, self.room(pages), starts, pages.lengths)
 
-    def append(
-        self, pages: Pages, k: Tensor | None, v: Tensor | None, rows: Rows, key_scale: Tensor | None,
-        copies: tuple[Copies | None, Copies | None],
-    ) -> None:  # fmt: skip
-        """All new tokens of a batch, if they come along; lengths count them already. copies: first and recent ones."""
-        from ..backends.triton.append.launch import prepare_append
-
-        if k is not None and v is not None:
-            prepare_append(pages, k, v, rows, key_scale, True, *copies)(k=k, v=v)
-
     def attend(
         self, q: Tensor, pages: Pages, runs: list[Run], scoring: Scoring, sink_logits: Tensor | None,
         key_scale: Tensor | None, entries: Pages | None, out: Tensor,
@@ -236,6 +226,17 @@ class Prefill:
             place(entries, run.first, piece.begins, piece.key_starts, k, v, key_scale, key_offset)
         k, v = k[: piece.rows], v[: piece.rows]
         return self.flash(q, k, v, out, run.starts, piece.key_starts, piece.most, causal=piece.causal, sinks=sinks)
+
+
+def append(
+    pages: Pages, k: Tensor | None, v: Tensor | None, rows: Rows, key_scale: Tensor | None,
+    copies: tuple[Copies | None, Copies | None],
+) -> None:  # fmt: skip
+    """All new tokens of a batch, if they come along; lengths count them already. copies: first and recent ones."""
+    from ..backends.triton.append.launch import prepare_append
+
+    if k is not None and v is not None:
+        prepare_append(pages, k, v, rows, key_scale, True, *copies)(k=k, v=v)
 
 
 def why_not(format: Format, scoring: Scoring, dtype: torch.dtype) -> str | None:

@@ -77,7 +77,7 @@ class WarmUp:
         if layer.prefill is not None:
             layer.prefill = Prefill(_NoFlash(), layer.prefill.scratch)
         short = most_rows(shape.heads // shape.kv_heads, key, limits.rows)
-        for seqs, tokens, prompt in batches(limits, short, layer.prefill is not None):
+        for seqs, tokens, prompt in batches(limits, short, layer.prefill is None):
             table = numbers[: seqs * limits.width].view(seqs, limits.width)
             batch = _batch(seqs, tokens, prompt, limits, numbers, table, memory)
             for each in (memory.beginnings, memory.recent):
@@ -103,27 +103,29 @@ class _NoFlash:
 def _batch(
     seqs: int, tokens: int, prompt: int, limits: Limits, numbers: Tensor, table: Tensor, memory: Memory
 ) -> Batch:
-    """With a prompt the sequences before it have one row each. What is on the device is never read."""
+    """With a prompt the sequences before it have one row each; without so many rows all are prompts. What is on the
+    device is never read."""
     rows = Rows(numbers[: seqs + 1], single=tokens == seqs and not prompt)
     prompts = None
     if prompt:
         lengths = [limits.width * limits.page_size] * seqs
-        prompts = find_prompts([*range(seqs), tokens], lengths, prompt)
+        prompts = find_prompts([*range(seqs), tokens], lengths, 1 if prompt < tokens - (seqs - 1) else prompt)
     return Batch(tokens, rows, numbers[:seqs], table, memory, prompts)
 
 
-def batches(limits: Limits, short: int, flash: bool) -> Iterator[tuple[int, int, int]]:
-    """Sequences, rows of all of them, and rows of the last one if it is a prompt that flash attention takes, with more
-    than `short` rows."""
+def batches(limits: Limits, short: int, codes: bool) -> Iterator[tuple[int, int, int]]:
+    """Sequences, rows of all of them, and rows of the last one if it is a prompt, with more than `short` rows; 1 says
+    that all are prompts. codes: whether these attend from codes, by kernels that depend on how many there are."""
     for seqs in _sizes(1, limits.seqs, 16):
         yield seqs, seqs, 0
         yield seqs, min(limits.tokens, seqs * limits.rows), 0
     for seqs in _sizes(1, limits.seqs, 2):
-        most = min(limits.tokens, seqs * short) if flash else limits.tokens
-        for tokens in _sizes(seqs, most, 8):
+        for tokens in _sizes(seqs, min(limits.tokens, seqs * short), 8):
             yield seqs, tokens, 0
-        for tokens in _sizes(short + seqs, limits.tokens, 1) if flash else ():
+        for tokens in _sizes(short + seqs, limits.tokens, 1):
             yield seqs, tokens, tokens - (seqs - 1)
+        for tokens in _sizes(short + seqs, limits.tokens, 8) if codes else ():
+            yield seqs, tokens, 1
 
 
 def _sizes(first: int, last: int, steps: int) -> list[int]:

@@ -25,9 +25,10 @@ def prepare(step: Step, q: Tensor, k: Tensor | None, v: Tensor | None) -> Run:
         if uncompressed is not None and step.uncompressed_too:
             appends.append(prepare_append(uncompressed, k, v, rows, factors))
     decode = dispatch.decode_path()
+    most = (decode.MOST_JOBS,) if decode is not None and step.copies else ()
     alone = (
         decode is not None
-        and decode.why_not_call(q, pages, scoring, step.precision) is None
+        and decode.why_not_call(q, pages, scoring, step.precision, *most) is None
         and all(each is None or decode.serves_uncompressed(each, scoring) for each in (uncompressed, recent))
     )
     if not alone and step.first_tokens is not None:  # a sequence may lack them, which only `merge_pieces` looks at

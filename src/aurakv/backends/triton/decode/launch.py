@@ -34,6 +34,7 @@ from .shapes import CODE_BITS, DIMS, MOST_ROWS, flat, in_pieces, padded
 
 MAX_SEQS = 1024
 MAX_JOBS = 4  # of a KV head on average: each reads the keys anew
+MOST_JOBS = 16  # where no other kernel knows which uncompressed tokens a sequence has, as in steps with many drafts
 MAX_UNCOMPRESSED = 16  # first tokens that `merge_pieces` scores
 STAGES = 2
 ALONE_TILES = 3  # jobs of up to this many are a program each, which finishes its own rows: one launch
@@ -43,8 +44,8 @@ LEAST_TILE = 16  # tokens
 MOST_TILES = 47 * 1024  # bytes of tiles and queries: a kernel declares at most 48 KiB itself
 
 
-def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> str | None:
-    """None if `attend` serves this call, else one sentence that says why not."""
+def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str, jobs: int = MAX_JOBS) -> str | None:
+    """None if `attend` serves this call, else one sentence that says why not. jobs: of a KV head, at most."""
     device, group = pages.data.device, q.shape[1] // pages.kv_heads
     if capability(device) < LEAST_CAPABILITY:
         return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
@@ -56,7 +57,7 @@ def why_not_call(q: Tensor, pages: Pages, scoring: Scoring, precision: str) -> s
         return f"it takes 1 to {MAX_SEQS} sequences, got {pages.seqs}"
     if (reason := why_not_format(pages.format)) is not None:
         return reason
-    most = MAX_JOBS * max_rows(pages.format)
+    most = jobs * max_rows(pages.format)
     if not 1 <= q.shape[0] * group <= most * pages.seqs:
         return f"it takes up to {most} queries times heads of a group, got {q.shape[0] * group}"
     if pages.page_size != 16 and (pages.page_size < 32 or (pages.page_size % 32 and pages.table.shape[1] > 1)):
