@@ -230,6 +230,17 @@ def test_rows_that_graphs_capture_are_no_prompts() -> None:
 
 
 @needs_triton
+def test_sequences_that_pad_a_batch_of_prompts() -> None:
+    """One that needs several pieces, and one without rows behind it."""
+    starts, lengths = torch.tensor([0, 40, 40], dtype=torch.int32), torch.tensor([150, 0], dtype=torch.int32)
+    found = find_prompts([0, 40, 40], [150, 0], 17)
+    assert found is not None
+    runs = found.plan(None, 100, starts, lengths)
+    assert runs is not None
+    assert [(run.first, run.rows) for run in runs] == [(0, slice(0, 40))]
+
+
+@needs_triton
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("more", [0, 4, 60])
 def test_every_key_is_read_once(window: int | None, more: int) -> None:

@@ -410,6 +410,19 @@ def lost_before_a_prompt(device: torch.device = CPU) -> float:
     return found
 
 
+def damage_spreads(room: int, side: int, at: int, rows: int) -> list[bool]:
+    """Which of so many rows of a sequence, behind others, are not finite where a key or a value is not; all of a
+    vector is, or nothing. In the group that the rows begin in, or as a first token."""
+    torch.manual_seed(9)
+    engine = Engine(kv.Scoring(), "k8v8", dtype=torch.bfloat16, on_gpu=True, room=room)
+    (q,), new = tokens(rows, heads=HEADS * GROUPED), [tokens(rows)[0] for _ in range(2)]
+    new[side][at, :, 5] = torch.nan if side else torch.inf
+    out = engine.step([[1, 2, 3]], [rows], [q], [new[0]], [new[1]])[0]
+    finite = out.isfinite()
+    assert torch.equal(finite.all(2), finite.any(2))
+    return (~finite.all(2)).any(1).tolist()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("kind", PROMPTS)

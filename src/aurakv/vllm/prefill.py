@@ -116,6 +116,9 @@ class Prompts:
                 total += wanted[end]
                 end += 1
             first, rows = self.first + at, sum(self.counts[at:end])
+            if not rows:  # the sequences pad the batch
+                at = end
+                continue
             local = starts[first : self.first + end + 1] - row
             of = lengths[first : self.first + end]
             if total > room:

@@ -77,6 +77,9 @@ def _plan(prompts: Prompts, opened: Opened, room: int, starts: Tensor, lengths: 
                 break
             end, total = end + 1, more
         first, rows = prompts.first + at, sum(prompts.counts[at:end])
+        if not rows:  # the sequences pad the batch
+            at = end
+            continue
         local = starts[first : prompts.first + end + 1] - row
         of, held = lengths[first : prompts.first + end], opened.pages.lengths[first : prompts.first + end]
         parts = sum((count - 1) // group + 2 for count in prompts.counts[at:end])

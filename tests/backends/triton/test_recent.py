@@ -15,7 +15,7 @@ from aurakv.format.codec import Codec, Format
 from aurakv.storage.pages import Pages, allocate
 from tests.helpers.gpu import WHY_NOT_COMPILED, compiles
 from tests.helpers.ptx import library as ptx
-from tests.vllm.test_recent import PROMPTS, lost_before_a_prompt, prompts_beside
+from tests.vllm.test_recent import PROMPTS, damage_spreads, lost_before_a_prompt, prompts_beside
 
 REASON = WHY_NOT_COMPILED or ptx.why_not()
 emulates = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
@@ -172,6 +172,23 @@ def test_emulated_prompts(monkeypatch, kind, capability):
         assert prompts_beside(kind, 3) < 0.01
         if kind == "plain":
             assert 1e-3 < lost_before_a_prompt() < 0.02
+
+
+@emulates
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(("room", "rows"), [(0, 12), (512, 40)])
+def test_emulated_damage(monkeypatch, room, rows, side):
+    """A token with a number that is not finite makes NaN of the rows that see it, in drafts and prompts, and no other."""
+    from aurakv import backends
+    from aurakv.vllm.beginnings import Beginnings
+    from tests.helpers.ptx.driver import emulating
+
+    chosen = backends._load("triton")
+    monkeypatch.setattr(backends, "select", lambda *_: chosen)
+    monkeypatch.setattr(Beginnings, "on_gpu", True)
+    with emulating((9, 0)):
+        for at in (3, 9):
+            assert damage_spreads(room, side, at, rows) == [row >= at for row in range(rows)], at
 
 
 @emulates

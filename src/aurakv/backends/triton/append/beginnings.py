@@ -153,8 +153,11 @@ def place_kernel(slots, held, data, piece, values, begins, key_starts, key_scale
             key = key - tl.load(key_offset + head * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
         if key_scale is not None:
             key = key / tl.load(key_scale + head * KEY_DIM + d, mask=d < KEY_DIM, other=1.0)
-        tl.store(k + at * KEY_DIM + d, key.to(k.dtype.element_ty), mask=d < KEY_DIM)
         value = tl.load(p_piece + values + t * VALUE_DIM + d, mask=d < VALUE_DIM, other=0.0)
+        bad = tl.max((~(tl.abs(value.to(tl.float32)) < float("inf"))).to(tl.int32), 0) > 0  # as `unpack` does it
+        bad_key = bad | (tl.max((~(tl.abs(key) < float("inf"))).to(tl.int32), 0) > 0)
+        key, value = tl.where(bad_key, float("nan"), key), tl.where(bad, 0.0, value)
+        tl.store(k + at * KEY_DIM + d, key.to(k.dtype.element_ty), mask=d < KEY_DIM)
         tl.store(v + at * VALUE_DIM + d, value.to(v.dtype.element_ty), mask=d < VALUE_DIM)
 
 

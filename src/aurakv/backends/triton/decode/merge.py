@@ -63,13 +63,18 @@ def add_vectors(
         m_score = m_token[:, None]
         if SOME:
             m_score = m_score & ((t + o_token)[:, None] < b_limit[None, :])
-        score = gl.where(m_score, gl.sum(b_query * b_key, 2) * scale, -float("inf"))
+        score = gl.sum(b_query * b_key, 2) * scale
+        score = gl.where(gl.abs(score) < float("inf"), score, float("nan"))  # an infinite key damages, it is not a mask
+        score = gl.where(m_score, score, -float("inf"))
         new = gl.maximum(top, gl.convert_layout(gl.max(score, 0), HEAD))
         old = gl.where(top == new, 1.0, gl.exp2(top - new))
         weight = gl.exp2(score - gl.convert_layout(new, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :])
         weight = gl.where(m_score, weight, 0.0)
         other = other * old + gl.convert_layout(gl.sum(weight, 0), HEAD)
-        b_more = gl.sum(gl.expand_dims(weight, 2) * b_value, 0)
+        b_more = gl.expand_dims(weight, 2) * b_value
+        if SOME:  # 0 times a damaged value would be NaN
+            b_more = gl.where(gl.expand_dims(m_score, 2), b_more, 0.0)
+        b_more = gl.sum(b_more, 0)
         b_sum = b_sum * gl.convert_layout(old, ROW)[:, None] + gl.convert_layout(b_more, OUT)
         top = new
     return top, other, b_sum
@@ -215,6 +220,7 @@ def merge_pieces(
     b_out = b_out + (b_out - b_out)  # an infinity is damage: NaN
     y = rotated(b_out, signs + DIM, HEADS, DIM) * gl.convert_layout(b_sign, COLUMN)[None, :]
     if UNCOMPRESSED or RECENT:
+        b_uncompressed += gl.sum(b_uncompressed * 0.0, 1)[:, None]  # a damaged value: all of it NaN
         y += b_uncompressed * gl.convert_layout(inverse, ROW)[:, None]
     if VALUE_OFFSET:
         b_offset = load_coordinates(value_offset + o_kv_head, o_column, m_column, 0.0, DIM)

@@ -4,7 +4,7 @@ In:  k, v [rows, HEADS, dim] of the step, strided, keys neither scaled nor witho
      each sequence; slots, held: the entry of each and how many tokens there come before its rows; data: vectors of 16
      bits, scaled keys and, `at` numbers further, values; to [n + 1] where the tokens of each sequence go.
 Out: keys, values [room, HEADS, dim] as unpack leaves them: keys not scaled, without the offset that is given, values
-     behind the last sequence 0.
+     behind the last sequence 0; where a vector is damaged, the key is NaN and the value 0.
 Program (ROWS rows of the result, head).
 """
 
@@ -22,6 +22,12 @@ from ..common.launcher import on
 from .launch import BEHIND, MAX_SEQS, TOKENS
 
 ROWS = 16
+
+
+@triton.jit
+def damaged(x):
+    """Which rows [rows, columns] are not finite."""
+    return tl.max((~(tl.abs(x.to(tl.float32)) < float("inf"))).to(tl.int32), 1) > 0
 
 
 @triton.jit(do_not_specialize=["seqs", "room"])
@@ -53,13 +59,16 @@ def gather_kernel(k, k_token, k_head, k_dim, v, v_token, v_head, v_dim, starts, 
         scale = tl.load(key_scale + head * KEY_DIM + d, mask=m, other=1.0)
         old, offset = old / scale, offset / scale
     key = tl.where(m_old[:, None], old, new) - offset
-    tl.store(keys + o_out * KEY_DIM + d, key.to(keys.dtype.element_ty), mask=m_row[:, None] & m)
-
-    m = d < VALUE_DIM
-    old = tl.load((p_old + at + token * VALUE_DIM)[:, None] + d, mask=m_old[:, None] & m, other=0)
-    new = tl.load(v + (row * v_token + head * v_head)[:, None] + d * v_dim, mask=(m_row & ~m_old)[:, None] & m, other=0)
+    m_value = d < VALUE_DIM
+    old = tl.load((p_old + at + token * VALUE_DIM)[:, None] + d, mask=m_old[:, None] & m_value, other=0)
+    p_new = v + (row * v_token + head * v_head)[:, None] + d * v_dim
+    new = tl.load(p_new, mask=(m_row & ~m_old)[:, None] & m_value, other=0)
     value = tl.where(m_old[:, None], old.to(values.dtype.element_ty), new.to(values.dtype.element_ty))
-    tl.store(values + o_out * VALUE_DIM + d, value, mask=(o_row < room)[:, None] & m)
+    bad = damaged(value)
+    key = tl.where((bad | damaged(key))[:, None], float("nan"), key)
+    tl.store(keys + o_out * KEY_DIM + d, key.to(keys.dtype.element_ty), mask=m_row[:, None] & m)
+    value = tl.where(bad[:, None], 0.0, value)
+    tl.store(values + o_out * VALUE_DIM + d, value, mask=(o_row < room)[:, None] & m_value)
 
 
 def gather(k: Tensor, v: Tensor, opened: Pages, first: int, starts: Tensor, to: Tensor, most: int,

@@ -157,12 +157,12 @@ def unpack_kernel(
             p_out = values + (o_out.to(tl.int64) * HEADS + i_head) * V.dim
             b_factor = tl.where(bad, 0.0, b_scale)
             store_side(p_out, m_row, y, b_factor, value_matrix, b_value_matrix, None, p_offset, V, V_BACK, True)
-            y, b_scale, _ = load_side(p_piece, key_codes, key_scales, i_row, m_row, key_levels, K)
+            y, b_scale, bad_key = load_side(p_piece, key_codes, key_scales, i_row, m_row, key_levels, K)
             p_divisor, p_offset = None, None
             if key_scale is not None:
                 p_divisor = key_scale + i_head * K.dim
             if key_offset is not None:
                 p_offset = key_offset + i_head * K.dim
             p_out = keys + (o_out.to(tl.int64) * HEADS + i_head) * K.dim
-            b_factor = tl.where(bad, float("nan"), b_scale)
+            b_factor = tl.where(bad | bad_key, float("nan"), b_scale)  # an infinite key damages, it is not a mask
             store_side(p_out, m_row, y, b_factor, key_matrix, b_key_matrix, p_divisor, p_offset, K, K_BACK, False)
