@@ -49,6 +49,22 @@ def test_recent_tokens_of_formats_and_policies(answer, refused, small, tmp_path)
     assert "recentx:k4v4" in refused("eval", "--model", small, *ARGS, "--formats", "recentx:k4v4")
 
 
+def test_how_codes_are_chosen(answer, small, tmp_path):
+    """Fitted and nearest ones are different rows of one file, but of plain formats."""
+    path, kl = tmp_path / "rows.json", {}
+    for codes in ("fitted", "nearest", None):
+        chosen = ["--codes", codes] if codes else []
+        got = answer("eval", "--model", small, *ARGS, "--formats", "k3v3,plain:k3v3", "--resume", path, *chosen)
+        kl[codes] = [row["kl"] for row in got["rows"][1:]]
+    assert kl[None] == kl["fitted"]
+    assert kl["nearest"][0] != kl["fitted"][0]
+    assert kl["nearest"][1] == kl["fitted"][1]
+    keys = [entry["key"] for entry in Results(path).entries]
+    assert [(key["format"], key.get("codes")) for key in keys] == [
+        ("uncompressed", None), ("k3v3", command.FITTED), ("plain:k3v3", None), ("k3v3", "nearest"),
+    ]  # fmt: skip
+
+
 def test_what_is_in_the_file_is_not_measured_again(answer, call, small, tmp_path, monkeypatch):
     path = tmp_path / "rows.json"
     args = ("eval", "--model", small, *ARGS, "--resume", path)

@@ -66,11 +66,13 @@ class LayerPolicy:
         key = fitting.fit(format.key, self.key_weight).to(device) if format.key.bits <= MOST_FITTED else None
         return key, fitting.equal(kv_heads, device) if format.value.bits <= MOST_FITTED else None
 
-    def on(self, device_type: str) -> LayerPolicy:
-        """What a cache on such a device takes: where codes of keys are the nearest ones, another scale is best."""
+    def on(self, device_type: str, fitted: bool | None = None) -> LayerPolicy:
+        """What a cache on such a device takes: where codes of keys are the nearest ones, another scale is best.
+
+        fitted: whether codes are fitted; None: as is the default there."""
         if self.key_weight is None or self.key_scale is None:
             return self
-        fitted = device_type in FITTED_ON
+        fitted = device_type in FITTED_ON if fitted is None else fitted
         if fitted and Format.parse(self.format, self.key_scale.shape[1]).key.bits <= MOST_FITTED:
             return self
         change = levelled(self.key_weight.pow(1 / 6))  # statistics.py has both scales

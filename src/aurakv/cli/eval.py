@@ -30,6 +30,7 @@ RIVALS = ("quanto-4", "quanto-2", "hqq-4", "hqq-3", "hqq-2", "turboquant_k8v4", 
 CHUNK = 256  # tokens at a time: what an AuraCache computes does not depend on it
 RIVAL_CHUNK = 64  # quantised caches of transformers then see as many unquantised tokens as in decoding, on average
 NEEDLES = (1024, 2048, 4096, 8192)
+CODES = ("fitted", "nearest")
 FITTED = "fitted 2"  # the mark of rows with fitted codes: another one where other codes or scales are chosen
 
 
@@ -57,6 +58,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--tokens", type=arguments.tokens, default=2048, help="of each text (default 2048)")
     parser.add_argument("--formats", type=arguments.names, default=FORMATS, metavar="LIST",
                         help=f"formats and policies, separated by commas (default {','.join(FORMATS)})")  # fmt: skip
+    parser.add_argument("--codes", choices=CODES,
+                        help="how codes are chosen (default fitted on CPUs, nearest on GPUs)")  # fmt: skip
     parser.add_argument("--every", type=arguments.count, default=1,
                         help="compare each n-th prediction only, to save time (default 1)")  # fmt: skip
     parser.add_argument("--rivals", action="store_true",
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
     for name in names:
         with arguments.entry(name):
             policy = Policy.find(recent_and_name(name)[1])
-            makers[name] = maker(name, loaded.model.config, policy)
+            makers[name] = maker(name, loaded.model.config, policy, args.codes)
         if policy is not None:
             policies[name] = policy
     own = {recent_and_name(name)[1] for name in policies} & set(shipped())
@@ -121,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
         "formats": names,
         **machine.facts(loaded.device),
     }
-    marks = marks_of(names, policies, loaded.device)
+    marks = marks_of(names, policies, loaded.device, args.codes)
     work = Work(args, screen, loaded, results, makers, {"weights": model_key(loaded.model)}, marks)
     rows = [row for name, text in read.items() for row in work.measure(name, text)]
     needles = [row for name, text in read.items() for row in work.search(name, text)] if args.needle else []
@@ -136,7 +139,9 @@ def run(args: argparse.Namespace) -> None:
         raise AuraError(f"{counted(len(work.failed), 'row')} could not be measured: {reasons}")
 
 
-def marks_of(names: list[str], policies: dict[str, Policy], device: torch.device) -> dict[str, dict[str, str]]:
+def marks_of(
+    names: list[str], policies: dict[str, Policy], device: torch.device, codes: str | None = None
+) -> dict[str, dict[str, str]]:
     """What else a row depends on, by its name: rows of another policy, or of codes chosen otherwise, are measured
     again."""
     from ..calibration.policy import FITTED_ON
@@ -144,15 +149,18 @@ def marks_of(names: list[str], policies: dict[str, Policy], device: torch.device
     from ..evaluation.results import policy_key
 
     marks = {name: {"policy": policy_key(policy)} for name, policy in policies.items()}
-    if device.type in FITTED_ON:
+    usual = CODES[0] if device.type in FITTED_ON else CODES[1]
+    if usual == CODES[0] or codes == CODES[0]:
         calibrated = {
             name for name in set(names) - set(rivals.names()) if not recent_and_name(name)[1].startswith(PLAIN)
         }
-        marks |= {name: {**marks.get(name, {}), "codes": FITTED} for name in calibrated}
+        chosen = codes or usual
+        mark = FITTED if chosen == CODES[0] else chosen
+        marks |= {name: {**marks.get(name, {}), "codes": mark} for name in calibrated}
     return marks
 
 
-def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], Any]:
+def maker(name: str, config: Any, policy: Policy | None = None, codes: str | None = None) -> Callable[[], Any]:
     """What makes the cache of a name: a policy, a rival, codes alone, or whatever AuraCache makes of it. Ours is
     tried once."""
     from ..evaluation import rivals
@@ -163,10 +171,11 @@ def maker(name: str, config: Any, policy: Policy | None = None) -> Callable[[], 
         return lambda: rivals.make(name, config)  # what goes wrong in another library costs its row alone
     make: Callable[[], Any]
     if format.startswith(PLAIN):
-        codes = format.removeprefix(PLAIN)
-        make = lambda: AuraCache(config, codes, first=0, recent=recent or 0, calibrate=False)  # noqa: E731
+        alone = format.removeprefix(PLAIN)
+        make = lambda: AuraCache(config, alone, first=0, recent=recent or 0, calibrate=False)  # noqa: E731
     else:
-        make = lambda: AuraCache(config, policy or format, recent=recent)  # noqa: E731
+        fitted = None if codes is None else codes == CODES[0]
+        make = lambda: AuraCache(config, policy or format, recent=recent, fitted=fitted)  # noqa: E731
     make()
     return make
 

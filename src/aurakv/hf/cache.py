@@ -38,6 +38,8 @@ class AuraCache(Cache):  # type: ignore[misc]
         what the policy says, without one 4 and 0.
     calibrate: without a policy, the first 68 tokens or more give each layer its key offset and key scale, which stay
         until `reset`; a shorter prompt stays uncompressed until more has come. A policy brings its own.
+    fitted: whether keys and values of up to 6 bits are rounded so that errors cancel where queries look, or to the
+        nearest codes: less is lost, and a token takes longer to store. By default on CPUs.
     rollback: how many tokens can be cropped where only a window is kept.
     """
 
@@ -50,6 +52,7 @@ class AuraCache(Cache):  # type: ignore[misc]
         first: int | None = None,
         recent: int | None = None,
         calibrate: bool = True,
+        fitted: bool | None = None,
         rollback: int = ROLLBACK,
         backend: str | None = None,
         precision: str = "fast",
@@ -60,6 +63,8 @@ class AuraCache(Cache):  # type: ignore[misc]
                 raise InputError(f"the option {name} of AuraCache is called {_RENAMED[name]}")
             raise TypeError(f"AuraCache has no option {name}")
         instance("calibrate", calibrate, bool)
+        if fitted is not None:
+            instance("fitted", fitted, bool)
         asked, name = recent_and_name(format) if isinstance(format, str) else (None, "")
         if asked is not None:
             raise InputError(f"recent tokens are an option of AuraCache: use {short(name)} and recent={asked}")
@@ -78,7 +83,12 @@ class AuraCache(Cache):  # type: ignore[misc]
         dims = [shape.head_dim for shape in shaped if shape is not None]
         policies = _policies(used, layers or {}, config, [dim for dim, _ in dims])
         coded = [format_of(layer.format, dim).key.coded for layer, dim in zip(policies, dims, strict=True)]
-        options = Options(first, recent, rollback, calibrate and policy is None, auto, backend, precision)
+        weighted = calibrate and policy is None
+        if fitted and not weighted and all(layer.key_weight is None for layer in policies):
+            raise InputError(
+                "fitted=True needs what queries read: keys that are calibrated, or a policy with key_weight"
+            )
+        options = Options(first, recent, rollback, weighted, auto, backend, precision, fitted)
         self._context = Context(options, KeyGuard(_name(format), sum(coded), auto))
         made: list[Any] = []
         attention = iter(policies)

@@ -17,6 +17,7 @@ class Options(NamedTuple):
     widen: bool  # keys that would be lost are stored wider; otherwise the user is warned
     backend: str | None
     precision: str
+    fitted: bool | None  # whether codes are fitted; None: as is the default of the device
 
 
 class Context:

@@ -82,10 +82,10 @@ class LayerCalibration:
         if self.context.options.calibrate:
             turns = self.turns if self.turns is not None and self.turns.dim == dim else None
             policy = measured(policy.format, seen.k, seen.q, seen.real, turns)
-        device_type = seen.k.device.type
-        policy = policy.on(device_type)
+        device_type, fitted = seen.k.device.type, self.context.options.fitted
+        policy = policy.on(device_type, fitted)
         k, q = seen.longest()
         if k.shape[1] < ENOUGH:
             return policy
         judged = self.context.guard.judge(self.index, policy, Check(k, q, scoring, self.context.options.first))
-        return judged.on(device_type)  # it may have wider keys now
+        return judged.on(device_type, fitted)  # it may have wider keys now

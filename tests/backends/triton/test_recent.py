@@ -178,7 +178,7 @@ def test_emulated_prompts(monkeypatch, kind, capability):
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize(("room", "rows"), [(0, 12), (512, 40)])
 def test_emulated_damage(monkeypatch, room, rows, side):
-    """A token with a number that is not finite makes NaN of the rows that see it, in drafts and prompts, and no other."""
+    """A number that is not finite makes NaN of the rows that see its token, in drafts and prompts, and of no other."""
     from aurakv import backends
     from aurakv.vllm.beginnings import Beginnings
     from tests.helpers.ptx.driver import emulating
