@@ -212,6 +212,12 @@ def test_recent_tokens_take_most_of_the_loss_away(model: Path, expected: list[in
 
 
 @pytest.mark.skipif(not (GPU or EMULATED), reason="a GPU's kernels are tested")
+def test_recent_tokens_of_prompts(model: Path, expected: list[int]) -> None:
+    """Codes are the nearest ones there."""
+    assert equal_predictions(model, "recent16:k3v3", expected) >= 900  # emulated 930; k3v3: 847
+
+
+@pytest.mark.skipif(not (GPU or EMULATED), reason="a GPU's kernels are tested")
 def test_recent_tokens_of_decodes(llama: Path) -> None:
     """In captured graphs, whatever a step holds."""
     found = []
