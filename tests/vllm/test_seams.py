@@ -149,6 +149,7 @@ def test_flash_attention_takes_what_prompts_give_it() -> None:
     assert names[:3] == ["q", "k", "v"]
     given = "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"
     assert {*given, "window_size", "softcap", "return_softmax_lse", "fa_version", "s_aux"} <= set(names)
+    assert {"seqused_k", "block_table"} <= set(names)  # groups of rows over pages
 
 
 @pytest.mark.parametrize("name", FIELDS)
