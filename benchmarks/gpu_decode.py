@@ -7,9 +7,8 @@ Times are medians of CUDA-graph replays with a cold L2 cache. --flush write leav
 triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the compressed bytes of the cache; beside them
 stands how long torch takes to sum as many, which nothing is done with but to read them. --rivals also times other
 packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). --baseline measures BASELINE,
-OTHER_SHAPES, WITHOUT_TMA and THRESHOLDS, of which --lines names some: every row of baselines/gpu_decode-h200.json, and
-those of WITHOUT_TMA, which are not in it (docs/lab/gpu.md has an earlier kernel's). --ways own 8.0 portable also times
-what a GPU of compute capability 8.0 would run, and the portable kernel. --jobs 16: so many processes compile everything
+OTHER_SHAPES, WITHOUT_TMA and THRESHOLDS, of which --lines names some: every row of baselines/gpu_decode-h200.json.
+--ways own 8.0 portable also times what a GPU of compute capability 8.0 would run, and the portable kernel. --jobs 16: so many processes compile everything
 before, which otherwise takes most of the time. Rows are added to a file that exists.
 """
 
