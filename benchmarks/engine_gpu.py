@@ -75,8 +75,17 @@ def folder_of(name: Path, dummy: bool) -> Path:
 
 def row_of(args: argparse.Namespace, cache: str) -> dict[str, Any]:
     """What tells one row from another."""
-    memory = args.memory if args.cache_bytes is None else args.cache_bytes
+    size = cache_bytes_of(args, cache)
+    memory = args.memory if size is None else size
     return dict(zip(KEY, (args.model.resolve().name, name_of(cache), memory, args.block_size), strict=True))
+
+
+def cache_bytes_of(args: argparse.Namespace, cache: str) -> int | None:
+    """One number for all caches, or one for each in their order."""
+    if args.cache_bytes is None:
+        return None
+    sizes = [int(float(each)) for each in args.cache_bytes.split(",")]
+    return sizes[0] if len(sizes) == 1 else sizes[args.caches.split(",").index(cache)]
 
 
 def work_of(args: argparse.Namespace, cache: str) -> list[str]:
@@ -130,7 +139,7 @@ def measure(args: argparse.Namespace, cache: str, work: list[str], report: Any) 
     lengths = sorted({int(each.split("x")[1]) for each in args.work.split(",")})
     counts = [each.split("x")[0] for each in work_of(args, cache)]
     most = max([PREFILL, *(args.most if count == FIT else int(count) for count in counts)])
-    given = {"gpu_memory_utilization": args.memory, "kv_cache_memory_bytes": args.cache_bytes}
+    given = {"gpu_memory_utilization": args.memory, "kv_cache_memory_bytes": cache_bytes_of(args, cache)}
     given |= {"block_size": args.block_size, "enforce_eager": args.eager or None}
     start = time.perf_counter()
     llm = vllm.LLM(
@@ -385,7 +394,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="vLLM's --enforce-eager")
     parser.add_argument("--memory", type=float, help="vLLM's --gpu-memory-utilization")
-    parser.add_argument("--cache-bytes", type=int, help="vLLM's --kv-cache-memory-bytes")
+    parser.add_argument("--cache-bytes", help="vLLM's --kv-cache-memory-bytes: one number, or one for each of --caches")
     parser.add_argument("--block-size", type=int, help="vLLM's --block-size")
     parser.add_argument("--json", type=Path, help="where rows are kept")
     parser.add_argument("--again", action="store_true", help="measure these caches anew")
@@ -393,6 +402,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.cache_bytes and args.cache_bytes.count(",") not in (0, args.caches.count(",")):
+        parser.error("--cache-bytes takes one number, or one for each of --caches")
     args.model = folder_of(args.model, args.dummy)
     return args
 

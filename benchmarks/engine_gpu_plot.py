@@ -2,7 +2,7 @@
 
     python benchmarks/engine_gpu_plot.py benchmarks/baselines/engine_gpu-h200.json docs/images/engine-gpu.png
 
-A line ends with a bar where no more sequences fit into memory.
+A line ends with a bar where no more sequences fit into memory. The legend says how many fit.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ def main() -> None:
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for row in rows:
         points, fits = row["points"], row["fits"][str(args.tokens)]
-        name = NAMES.get(row["cache"], row["cache"])
+        name = f"{NAMES.get(row['cache'], row['cache'])} ({fits} fit)"
         (line,) = axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
         if points[-1][0] == fits:
             axis.plot(*points[-1], marker="|", markersize=22, markeredgewidth=2, color=line.get_color())
-            axis.annotate(f"{fits} fit", points[-1], xytext=(4, -14), textcoords="offset points",
-                          color=line.get_color(), fontsize=8)  # fmt: skip
     axis.set_xlabel(f"sequences of {args.tokens:,} tokens at once")
     axis.set_ylabel("tokens generated a second")
     axis.set_xlim(left=0)
