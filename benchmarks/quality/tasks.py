@@ -206,6 +206,7 @@ def measure(args: argparse.Namespace) -> None:
             if any(missing) and name_of(cache) not in reasons:
                 if end - time.monotonic() < START:
                     print("no time left, run the same command again", flush=True)
+                    save(args, counted(args, questions, reasons, rows))
                     print(table(rows), flush=True)
                     return
                 begin = time.monotonic()
@@ -216,16 +217,25 @@ def measure(args: argparse.Namespace) -> None:
                 print(
                     f"{cache}: {time.monotonic() - begin:.0f} s for {count} questions, {reason or 'done'}", flush=True
                 )
-            # all of them, for stock may have answered what others are compared with
-            for each in caches:
-                for task in tasks:
-                    row = row_of(args, each, task, questions[task])
-                    if name_of(each) in reasons:
-                        row["failed"] = reasons[name_of(each)]
-                    if "failed" in row or row["questions"]:
-                        rows = update(rows, row)
-            save(args, rows)
+            save(args, counted(args, questions, reasons, rows))
     print(table(rows), flush=True)
+
+
+def counted(
+    args: argparse.Namespace,
+    questions: dict[str, list[Question]],
+    reasons: dict[str, str],
+    rows: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """The rows with those of all caches made anew, for stock may have answered what others are compared with."""
+    for cache in args.caches.split(","):
+        for task, asked in questions.items():
+            row = row_of(args, cache, task, asked)
+            if name_of(cache) in reasons:
+                row["failed"] = reasons[name_of(cache)]
+            if "failed" in row or row["questions"]:
+                rows[:] = update(rows, row)
+    return rows
 
 
 def forget(args: argparse.Namespace, caches: list[str], tasks: list[str]) -> None:
