@@ -169,9 +169,15 @@ def jobs(names: list[str]) -> list[Job]:
     return list(dict.fromkeys(chosen)) if names else found
 
 
+_lost: list[str] = []  # the job after which this process has no GPU any more
+
+
 def run_job(job: Job, device: str, capability: str | None) -> tuple[Job, str]:
     """The job and what went wrong."""
     import torch
+
+    if _lost:
+        return job, f"not run: {_lost[0]} left its process without a GPU"
 
     torch.set_num_threads(1)
     if capability is not None:
@@ -189,7 +195,13 @@ def run_job(job: Job, device: str, capability: str | None) -> tuple[Job, str]:
             cases = CASES if kind == "case" else covering_set()
             run(next(case for case in cases if case.name == name), "triton", device, precision)
     except Exception:
-        return job, traceback.format_exc()
+        wrong = traceback.format_exc()
+        try:
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except Exception:  # what an access out of bounds leaves behind
+            _lost.append(" ".join(job))
+        return job, wrong
     return job, ""
 
 

@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,12 +220,13 @@ def test_recent_tokens_of_prompts(model: Path, expected: list[int]) -> None:
 
 @pytest.mark.skipif(not (GPU or EMULATED), reason="a GPU's kernels are tested")
 def test_recent_tokens_of_decodes(llama: Path) -> None:
-    """In captured graphs, whatever a step holds."""
+    """In captured graphs, whatever a step holds. In float16, where less of the difference is rounding: on an H200 25
+    answers left the stock ones by up to 0.57 nats, those of `k8v8` by 0.77. In bfloat16 one left them by 2.6."""
     found = []
     for switch in (None, "recent16:k8v8"):
-        with engine(llama, switch, skip_tokenizer_init=True) as llm:
+        with engine(llama, switch, skip_tokenizer_init=True, dtype="float16") as llm:
             found.append(token_ids(llm, random_prompts(), 150, detokenize=False))
-    assert wrong(found[1], found[0], 1.5) == []  # in float16, `k8v8` itself says tokens that are 0.74 nats less likely
+    assert wrong(found[1], found[0], 1.0) == []
 
 
 def test_what_a_model_would_not_survive_is_refused(tmp_path: Path) -> None:
@@ -362,8 +364,8 @@ def test_blocks_that_are_slow(llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """One sentence at start; also where vLLM has enlarged blocks for a recurrent state."""
     from aurakv.vllm import adapter_builder
 
-    said: list[str] = []
-    monkeypatch.setattr(adapter_builder._logger, "warning_once", said.append)
+    said: list[str] = []  # the logger itself is one object for all modules, and vLLM sets its methods for each of them
+    monkeypatch.setattr(adapter_builder, "_logger", SimpleNamespace(warning_once=said.append))
     for size in (32, 48):
         with engine(llama, "k4v4", skip_tokenizer_init=True, block_size=size):
             pass

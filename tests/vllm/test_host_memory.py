@@ -54,6 +54,7 @@ def forget(llm: Any) -> None:
         torch.cuda.synchronize()
         for layer in worker.vllm_config.compilation_config.static_forward_context.values():
             layer.kv_cache.fill_(77)
+        torch.cuda.synchronize()  # copies from the host are on a stream of their own
 
     llm.collective_rpc(emptied)
 

@@ -80,21 +80,27 @@ def eagle_head(folder: Path) -> Path:
     return folder
 
 
+DRAFTS: dict[str, dict[str, Any]] = {
+    "a model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "a head": {"method": "eagle", "num_speculative_tokens": 2},
+    "the prompt": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1},
+}
+
+
 @pytest.mark.parametrize("switch", ["k16v16", "k8v8"])
-def test_drafts_change_nothing(llama: Path, tmp_path: Path, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("proposer", DRAFTS)
+def test_drafts_change_nothing(
+    llama: Path, tmp_path: Path, proposer: str, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches of 1 + k queries: greedy text is that without drafts, whoever proposes them."""
-    drafts: dict[str, dict[str, Any]] = {
-        "a model": {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 3},
-        "a head": {"method": "eagle", "model": str(eagle_head(tmp_path / "eagle")), "num_speculative_tokens": 2},
-        "the prompt": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1},
-    }
+    how = dict(DRAFTS[proposer])
+    if proposer != "the prompt":
+        how["model"] = str(llama if proposer == "a model" else eagle_head(tmp_path / "eagle"))
     prompts = repeated_prompts()
     expected = said(llama, switch, prompts, 24)
-    for name, how in drafts.items():
-        if how["method"] == "ngram":  # it imports numba, and no second engine starts in a process that has it
-            monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        found = said(llama, switch, prompts, 24, speculative_config=how)
-        assert wrong(found, expected) == [], f"drafts of {name}"
+    if proposer == "the prompt":  # it imports numba, and no second engine starts in a process that has it
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert wrong(said(llama, switch, prompts, 24, speculative_config=how), expected) == []
 
 
 # models with a recurrent state

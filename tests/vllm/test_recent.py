@@ -191,7 +191,7 @@ def decodes(engine: Engine, seed: int, steps: int = 12) -> float:
     largest error."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    tables = [[1 + 8 * i + j for j in range(8)] for i in range(3)]
+    tables = [[1 + 26 * i + j for j in range(26)] for i in range(3)]
     k, v, worst = [NOTHING] * 3, [NOTHING] * 3, 0.0
     for number in range(steps):
         counts = [draw.randint(engine.prompt, 60) for _ in k]
@@ -200,6 +200,7 @@ def decodes(engine: Engine, seed: int, steps: int = 12) -> float:
         q, new_k, new_v = tokens(*counts, heads=HEADS * GROUPED), tokens(*counts), tokens(*counts)
         k = [torch.cat(pair) for pair in zip(k, new_k, strict=True)]
         v = [torch.cat(pair) for pair in zip(v, new_v, strict=True)]
+        assert max(map(len, k)) <= 26 * engine.block
         out = engine.step(tables, [len(x) for x in k], q, new_k, new_v)
         for i in range(3):
             recent = number > 0 and in_one_group(engine, len(k[i]), counts[i])
@@ -223,6 +224,7 @@ def serves(engine: Engine, seed: int, steps: int = 10) -> float:
         for i, keys, values in zip(chosen, new_k, new_v, strict=True):
             k[i], v[i] = torch.cat([k[i], keys]), torch.cat([v[i], values])
         lengths = [len(k[i]) for i in chosen]
+        assert max(lengths) <= 13 * engine.block
         out = engine.step([tables[i] for i in chosen], lengths, q, new_k, new_v)
         for i, n, queries, mine in zip(chosen, counts, q, out, strict=True):
             end = len(k[i])
@@ -329,6 +331,7 @@ def test_all_sequences_begin_a_group_in_one_step(monkeypatch: pytest.MonkeyPatch
         q, new_k, new_v = tokens(*counts, heads=HEADS * GROUPED), tokens(*counts), tokens(*counts)
         k = [torch.cat(pair) for pair in zip(k, new_k, strict=True)]
         v = [torch.cat(pair) for pair in zip(v, new_v, strict=True)]
+        assert max(map(len, k)) <= 26 * engine.block
         out = engine.step(tables, [len(x) for x in k], q, new_k, new_v)
         for i in range(SEQS):
             assert error(out[i], engine.wanted(tables[i], q[i], k[i], v[i])) < 4e-3
