@@ -1,8 +1,9 @@
 """Tokens a second against concurrency, from the JSON of benchmarks/engine_gpu.py.
 
-    python benchmarks/engine_gpu_plot.py benchmarks/baselines/engine_gpu-h200.json docs/images/engine-gpu.png
+    python benchmarks/engine_gpu_plot.py benchmarks/baselines/engine_gpu-h200.json docs/images/engine-gpu.png \
+        --more benchmarks/baselines/engine_gpu-h200-386.json
 
-A line ends with a bar where no more sequences fit into memory. The legend says how many fit.
+A row of --more takes the place of that of the same cache. A line ends with a bar where no more sequences fit into memory. The legend says how many fit.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
+    parser.add_argument("--more", type=Path, nargs="*", default=[], help="other files of engine_gpu.py")
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
     parser.add_argument("--caches", help="which of them, separated by commas (default all)")
     args = parser.parse_args()
-    rows = json.loads(args.source.read_text("utf-8"))["rows"]
+    found = (row for file in (args.source, *args.more) for row in json.loads(file.read_text("utf-8"))["rows"])
+    rows = list({row["cache"]: row for row in found}.values())
     for row in rows:
         named = (name.split("x") for name in row.get("steps", {}))
         counts = [int(count) for count, tokens in named if int(tokens) == args.tokens]

@@ -35,7 +35,7 @@ FILES = (
 )
 # what needs no engine, or is skipped on one GPU: one process for each file
 TOGETHER = (
-    "test_beginnings", "test_recent.py", "test_prefill", "test_layer", "test_warmup", "refused", "is_allowed",
+    "test_beginnings", "test_recent.py", "test_prefill", "test_layer.py", "test_warmup", "refused", "is_allowed",
     "found_by_format", "sixteen_bits", "eight_bits", "shipped_policy", "a_format_is_calibrated",
     "depends_on_the_batch", "needs_a_gpu", "transformers_sees", "nothing_of_ours", "parallel", "policy_of_another",
     "without_the_switch",
