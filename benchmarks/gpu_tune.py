@@ -1,6 +1,7 @@
 """Time the fast decode path with other registers, programs and tiles than it chooses, correctness first.
 
 python benchmarks/gpu_tune.py --formats k5v4 k8v4 --registers 128 168 255 --programs 16 12 8 --tiles 32 64
+python benchmarks/gpu_tune.py --formats k4v4 --shapes 3 --seqs 96 --registers 255 216 168 --programs 8 9 12 --tiles 64
 
 Registers of a thread and programs of a multiprocessor go together, first with first. What `decode.launch` chooses by
 itself comes first. Times as in gpu_decode.py.
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", type=int, default=[16, 12, 8])
     parser.add_argument("--tiles", nargs="+", type=int, default=[32, 64])
     parser.add_argument("--shapes", nargs="+", type=int, default=[2], help="of gpu_decode.SHAPES")
+    parser.add_argument("--seqs", type=int, help="instead of the shape's, for batches as engines have them")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--capability", help="kernels as on a GPU of this compute capability, such as 8.0")
     parser.add_argument("--flush", choices=("write", "read"), default="write")
@@ -48,7 +50,8 @@ def main() -> None:
         target.assume(target.parsed(args.capability))
     if len(args.registers) != len(args.programs):
         parser.error("as many --registers as --programs")
-    for seqs, kv_heads, group, tokens in (gpu_decode.SHAPES[i] for i in args.shapes):
+    for shape in (gpu_decode.SHAPES[i] for i in args.shapes):
+        seqs, kv_heads, group, tokens = args.seqs or shape[0], *shape[1:]
         _, base = gpu_decode.sdpa_bf16(seqs, kv_heads, group, tokens, args.dim, args.flush)
         print(f"({seqs},{kv_heads},{group},{tokens}) D={args.dim} cuDNN bf16 {base:.1f} us", flush=True)
         q = torch.randn(seqs, kv_heads * group, args.dim, device=gpu_decode.DEVICE, dtype=torch.bfloat16)
