@@ -76,7 +76,8 @@ eval-quality: $(VENV)/.test
 	$(BIN)/aurakv eval --model $(QUALITY)/gemma3 --text $(QUALITY)/texts/lcet10.txt --tokens 4K --every 2 $(NEEDLES) \
 		--formats plain:k4v4,gemma-3-270m,gemma-3-270m-k3v3 --resume benchmarks/baselines/quality-gemma3.json
 	$(BIN)/python benchmarks/quality/plot.py docs/images/quality.png benchmarks/baselines/quality-smollm2.json \
-		benchmarks/baselines/quality-gemma3.json benchmarks/baselines/quality-qwen2.5-coder-0.5b.json
+		benchmarks/baselines/quality-gemma3.json benchmarks/baselines/quality-qwen2.5-coder-0.5b.json \
+		benchmarks/baselines/quality-qwen2.5-coder-1.5b.json
 
 golden: $(VENV)/.test
 	$(BIN)/python tools/make_golden.py

@@ -11,7 +11,12 @@ from pathlib import Path
 from aurakv.cli import eval_plot
 from aurakv.evaluation.results import Results
 
-TITLES = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma-3-270m", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
+TITLES = {
+    "smollm2": "SmolLM2-135M",
+    "gemma3": "Gemma-3-270m",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
+}
 
 
 def main(picture: Path, files: list[Path]) -> None:

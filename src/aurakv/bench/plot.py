@@ -12,14 +12,14 @@ COLOURS = ("#2563eb", "#0d9488", "#d97706", "#be185d", "#7c3aed", "#4d7c0f", "#b
 RIVAL = "#9ca3af"
 
 
-def figure(width: float, height: float, columns: int = 1) -> Any:
+def figure(width: float, height: float, columns: int = 1, rows: int = 1) -> Any:
     """A figure on paper of its own colour, so that it reads on light and dark pages: (figure, axes)."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     room = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1)
     made = Figure(figsize=(width, height), dpi=160, facecolor=PAPER, layout=room)
-    axes = made.subplots(1, columns, squeeze=False)[0]
+    axes = made.subplots(rows, columns, squeeze=False).flatten()
     for axis in axes:
         axis.set_facecolor(PAPER)
         axis.spines[["top", "right"]].set_visible(False)

@@ -10,6 +10,7 @@ from typing import Any
 from ..bench.plot import COLOURS, GRID, INK, MUTED, RIVAL, figure
 from ..format.names import PLAIN, recent_and_name
 
+MOST_COLUMNS = 3  # of panels; more come in pairs
 _KINDS = {  # of caches: colour, mark, what the legend says
     "format": (COLOURS[0], "o", "aurakv"),
     "recent": (COLOURS[3], "D", "aurakv, recent tokens uncompressed"),
@@ -21,10 +22,15 @@ _KINDS = {  # of caches: colour, mark, what the legend says
 
 def save(models: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
     """One panel per model; KL and bytes are means over the texts that all of its caches read."""
-    made, axes = figure(5.6 * len(models) if len(models) > 1 else 8, 4.8, len(models))
-    for axis, (name, rows) in zip(axes, models.items(), strict=True):
+    columns = len(models) if len(models) <= MOST_COLUMNS else 2
+    lines = -(-len(models) // columns)
+    made, axes = figure(5.6 * columns if columns > 1 else 8, 4.8 * lines, columns, lines)
+    for axis, (name, rows) in zip(axes, models.items(), strict=False):
         _panel(axis, name, shared(rows))
-    axes[0].set_ylabel("mean KL divergence from uncompressed, nats", color=INK, fontsize=10)
+    for axis in axes[len(models) :]:
+        axis.set_visible(False)
+    for axis in axes[::columns]:
+        axis.set_ylabel("mean KL divergence from uncompressed, nats", color=INK, fontsize=10)
     found = {label: mark for axis in axes for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     marks = [found[legend] for _, _, legend in _KINDS.values() if legend in found]
     made.legend(handles=marks, loc="outside lower center", ncols=5, frameon=False, fontsize=9, labelcolor=INK)
