@@ -3,7 +3,8 @@
     python benchmarks/engine_gpu_plot.py benchmarks/baselines/engine_gpu-h200.json docs/images/engine-gpu.png \
         --more benchmarks/baselines/engine_gpu-h200-386.json
 
-A row of --more takes the place of that of the same cache. A line ends with a bar where no more sequences fit into memory. The legend says how many fit.
+A row of --more takes the place of that of the same cache. A line ends with a bar where no more sequences fit into
+memory. The legend says how many fit.
 """
 
 from __future__ import annotations

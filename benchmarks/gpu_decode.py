@@ -8,8 +8,9 @@ triton.testing.do_bench does; --flush read leaves clean ones. Bytes are the comp
 stands how long torch takes to sum as many, which nothing is done with but to read them. --rivals also times other
 packages' attention on fp8 or 4 bits where they are installed (gpu_rivals.py). --baseline measures BASELINE,
 OTHER_SHAPES, WITHOUT_TMA and THRESHOLDS, of which --lines names some: every row of baselines/gpu_decode-h200.json.
---ways own 8.0 portable also times what a GPU of compute capability 8.0 would run, and the portable kernel. --jobs 16: so many processes compile everything
-before, which otherwise takes most of the time. Rows are added to a file that exists.
+--ways own 8.0 portable also times what a GPU of compute capability 8.0 would run, and the portable kernel. --jobs 16:
+so many processes compile everything before, which otherwise takes most of the time. Rows are added to a file that
+exists.
 """
 
 from __future__ import annotations
