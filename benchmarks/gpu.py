@@ -46,14 +46,14 @@ class Shape(NamedTuple):
     dim: int = 128
     format: str = "k4v4"
     page: int = 0  # tokens a page; 0: one page per sequence
-    fitted: bool = False  # codes of keys and values, the former with weights
+    fitted: str = ""  # codes of keys and values, the former with weights: "fitted", or "fitted one by one"
 
     @property
     def name(self) -> str:
         where = f" page {self.page}" if self.page else ""
         queries = f" q{self.queries}" if self.queries > 1 else ""
         sizes = f"{self.batch},{self.kv_heads},{self.group},{self.context}"
-        fitted = " fitted" if self.fitted else ""
+        fitted = f" {self.fitted}" if self.fitted else ""
         return f"{self.kind} {self.format} d{self.dim} {sizes}{queries}{where}{fitted}"
 
 
@@ -70,7 +70,7 @@ def shapes(formats: list[str]) -> list[Shape]:
         found += [Shape("verify", *DECODE[0], queries=n, format=name) for n in (4, 8)]
         found += [Shape("extend", 1, 8, 4, 32768, queries=n, format=name, page=64) for n in (512, 2048, 4096)]
         found += [Shape("prefill", 1, 8, 4, 8192, queries=8192, format=name)]
-        for fitted in (False, True):
+        for fitted in ("", "fitted", "fitted one by one"):
             found += [Shape("append", n, 8, 4, 1024, format=name, page=64, fitted=fitted) for n in (1, 32, 64, 96)]
             found += [
                 Shape("append", 1, 8, 4, 32768, queries=32768, format=name, page=p, fitted=fitted) for p in (0, 64)
@@ -86,7 +86,10 @@ def make_pages(shape: Shape) -> Pages:
     order = torch.randperm(shape.batch * width, device=device, dtype=torch.int32)
     format = Format.parse(shape.format, shape.dim)
     weight = torch.rand(shape.kv_heads, shape.dim, device=device) ** 2 + 0.01
-    fits = (fitting.fit(format.key, weight), fitting.equal(shape.kv_heads, device)) if shape.fitted else (None, None)
+    fits: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if shape.fitted:
+        key = fitting.fit(format.key, weight, at_once=shape.fitted == "fitted")  # as is the default on GPUs
+        fits = key, fitting.equal(shape.kv_heads, device)
     return Pages(
         format,
         size,

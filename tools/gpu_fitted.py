@@ -1,6 +1,6 @@
 """What an append of fitted codes costs, from the machine code that a GPU would get. Calculated, not measured.
 
-    PYTHONPATH=src python tools/gpu_fitted.py [--format k4v4] [--dim 128] [--capability 9.0]
+    PYTHONPATH=src python tools/gpu_fitted.py [--format k4v4] [--dim 128] [--capability 9.0] [--one-by-one]
 
 Prints for each loop of the kernel, by address, its instructions and how many cycles a turn takes a warp that nothing
 else delays: instructions issue in order, one a cycle, each when its operands are there. Latencies are rounded from what
@@ -38,12 +38,12 @@ NO_RESULT = ("STG", "STS", "STL", "BRA", "BAR", "EXIT", "RED", "ATOMG", "WARPSYN
 SEQS, HEADS = 32, 8
 
 
-def compiled(name: str, dim: int, capability: tuple[int, int]) -> bytes:
+def compiled(name: str, dim: int, capability: tuple[int, int], at_once: bool) -> bytes:
     """The append of one token to each of 32 sequences."""
     format, device = Format.parse(name, dim), torch.device("cpu")
     numbers = (torch.zeros(shape, dtype=torch.int32) for shape in ((SEQS, 1), (SEQS,), (1,)))
     weights = torch.rand(HEADS, dim) + 0.1
-    fits = {"key_fit": fitting.fit(format.key, weights), "value_fit": fitting.equal(HEADS)}
+    fits = {"key_fit": fitting.fit(format.key, weights, at_once), "value_fit": fitting.equal(HEADS)}
     pages = Pages(format, 64, allocate(format, 64, SEQS, HEADS, device), *numbers, **fits)
     x = torch.empty(SEQS, HEADS, dim, dtype=torch.bfloat16)
     seen: dict[str, tuple[object, int]] = {}
@@ -93,9 +93,11 @@ def main() -> None:
     parser.add_argument("--format", default="k4v4")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--capability", default="9.0")
+    parser.add_argument("--one-by-one", action="store_true", help="a fit of which no coordinates are rounded at once")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        sass = disassemble(compiled(args.format, args.dim, target.parsed(args.capability)), Path(folder))
+        made = compiled(args.format, args.dim, target.parsed(args.capability), not args.one_by_one)
+        sass = disassemble(made, Path(folder))
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     for at, text in code:
         jump = re.search(r"BRA.*0x([0-9a-f]+)", text)

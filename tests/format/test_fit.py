@@ -26,13 +26,29 @@ def vectors(count: int, heads: int, dim: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(count, heads, dim, generator=torch.Generator().manual_seed(seed))
 
 
-def by_definition(x: np.ndarray, codec: Codec, weight: np.ndarray) -> tuple[np.ndarray, float, float]:
+def by_definition(x: np.ndarray, codec: Codec, weight: np.ndarray, at_once: int = 1) -> tuple[np.ndarray, float, float]:
     """Codes and scale of one vector, and how well they fit: each coordinate is rounded to where the cost of all
-    errors so far is least if those after it could still be anything."""
+    errors so far is least if those after it could still be anything. Of at_once neighbours none knows the others'
+    errors, nor what two of them cost together."""
     dim = codec.dim
     rotation = codec.rotate(torch.eye(dim, dtype=torch.float64)).numpy().T
     weight = weight / weight.mean() + 1e-6
     cost = rotation @ np.diag(weight) @ rotation.T
+    wanted, alone = (
+        np.zeros((dim, dim)),
+        np.zeros(dim),
+    )  # the best errors of neighbours for those before; what one costs
+    for i in range(0, dim, at_once):
+        done, now, rest = slice(0, i), slice(i, i + at_once), slice(i + at_once, dim)
+        left = cost[: i + at_once, : i + at_once]
+        if (
+            i + at_once < dim
+        ):  # the rest makes up for errors as far as it can: what remains is quadratic in those so far
+            left = left - left_over(cost, rest)
+        wanted[now, done] = -np.linalg.solve(left[now, now], left[now, done])
+        alone[now] = np.diag(left)[now]
+    apart = np.eye(dim) - wanted
+    cost = apart.T @ np.diag(alone) @ apart
     levels = np.array(codec.levels)
     bounds = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
     y = rotation @ x
@@ -40,16 +56,8 @@ def by_definition(x: np.ndarray, codec: Codec, weight: np.ndarray) -> tuple[np.n
     for scale in fitting.SCALES:
         target, chosen = y / (scale * rms), np.zeros(dim)
         for i in range(dim):
-            done, rest = slice(0, i), slice(i + 1, dim)
-            error = (target - chosen)[done]
-            # errors of the rest that make up for e = (error, e_i) as far as they can: what remains is quadratic in e_i
-            if i + 1 < dim:
-                inner = np.linalg.solve(cost[rest, rest], cost[rest, : i + 1])
-                left = cost[: i + 1, : i + 1] - cost[: i + 1, rest] @ inner
-            else:
-                left = cost
-            wanted = -(left[i, :i] @ error) / left[i, i] if i else 0.0  # the best error of this coordinate
-            aim = target[i] - wanted
+            before = slice(0, i - i % at_once)
+            aim = target[i] - wanted[i, before] @ (target - chosen)[before]
             chosen[i] = levels[np.searchsorted(bounds, aim, side="left")]
         fits = (y @ cost @ chosen) ** 2 / (chosen @ cost @ chosen)
         if best is None or fits > best[1]:
@@ -59,17 +67,24 @@ def by_definition(x: np.ndarray, codec: Codec, weight: np.ndarray) -> tuple[np.n
     return np.searchsorted(levels, chosen), float(own / mixed), fits / own  # its part along y is y itself
 
 
+def left_over(cost: np.ndarray, rest: slice) -> np.ndarray:
+    """What the cost of errors falls by when those of the rest make up for them."""
+    return cost[: rest.start, rest] @ np.linalg.solve(cost[rest, rest], cost[rest, : rest.start])
+
+
+@pytest.mark.parametrize("at_once", [1, fitting.AT_ONCE])
 @pytest.mark.parametrize("encoder", FITTING)
 @pytest.mark.parametrize(("dim", "bits", "scale"), [(16, 3, "l2"), (32, 4, "lsq"), (48, 2, "l2"), (32, 6, "l2")])
-def test_as_defined(encoder, dim, bits, scale):
+def test_as_defined(encoder, dim, bits, scale, at_once):
     codec = Codec.key(dim, bits, scale=scale, dtype=torch.float32)
     weight, x = weights(2, dim), vectors(6, 2, dim)
-    codes = kv.encode(x, codec, fit=fitting.fit(codec, weight), backend=encoder)
+    codes = kv.encode(x, codec, fit=fitting.fit(codec, weight, at_once > 1), backend=encoder)
     found = unpack(codes.data, bits)
     same = 0
     for token in range(6):
         for head in range(2):
-            expected, stored, _ = by_definition(x[token, head].double().numpy(), codec, weight[head].double().numpy())
+            vector, costs = x[token, head].double().numpy(), weight[head].double().numpy()
+            expected, stored, _ = by_definition(vector, codec, costs, at_once)
             if np.array_equal(found[token, head].numpy(), expected):
                 same += 1
                 assert float(codes.scale[token, head]) == pytest.approx(stored, rel=2e-3)
@@ -82,7 +97,8 @@ def test_backends_agree(encoder, bits):
     for dim, side in ((64, Codec.key), (80, Codec.value), (128, Codec.key)):
         codec = side(dim, bits)
         x, offset = vectors(40, 3, dim), vectors(1, 3, dim, 5)[0]
-        for fit in (fitting.fit(codec, weights(3, dim)), fitting.equal(3)):
+        given = weights(3, dim)
+        for fit in (fitting.fit(codec, given), fitting.fit(codec, given, at_once=True), fitting.equal(3)):
             mine = kv.encode(x, codec, offset, fit=fit, backend=encoder)
             theirs = kv.encode(x, codec, offset, fit=fit, backend="reference")
             same = (mine.data == theirs.data).all(-1)
@@ -95,10 +111,13 @@ def test_backends_agree(encoder, bits):
 def test_errors_go_where_they_cost_little(encoder):
     codec, weight, x = Codec.key(64, 3), weights(3, 64), vectors(100, 3, 64)
     error = {}
-    for name, fit in (("nearest", None), ("equal", fitting.equal(3)), ("fit", fitting.fit(codec, weight))):
+    fits = {"nearest": None, "equal": fitting.equal(3), "fit": fitting.fit(codec, weight)}
+    fits["at once"] = fitting.fit(codec, weight, at_once=True)
+    for name, fit in fits.items():
         difference = kv.decode(kv.encode(x, codec, fit=fit, backend=encoder), codec) - x
         error[name] = float((difference.square() * weight).mean()), float(difference.square().mean())
     assert error["fit"][0] < 0.5 * error["nearest"][0]
+    assert error["fit"][0] < error["at once"][0] < 0.7 * error["nearest"][0]
     assert error["equal"][1] < 0.95 * error["nearest"][1]
     assert error["fit"][1] > error["nearest"][1]  # the other channels pay for it
 

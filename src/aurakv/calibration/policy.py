@@ -31,7 +31,7 @@ FIRST, ROLLBACK = (
     4,
     32,
 )  # of a model without a policy: uncompressed first tokens; tokens that can be cropped beyond a window
-FITTED_ON = ("cpu",)  # devices on which codes are fitted; on GPUs a decode step would take 20% longer (docs/lab/gpu.md)
+FITTED_ON = ("cpu",)  # devices on which codes are fitted; GPUs are to be timed with four at once (docs/lab/gpu.md)
 MOST_FITTED = 6  # bits: at 8 there is nothing to gain, and nearest codes of almost equal vectors are almost equal
 _FOLDER = Path(__file__).parent / "policies"
 MAX_BYTES = 64 * 2**20  # of a file
@@ -63,7 +63,10 @@ class LayerPolicy:
         """How a cache of this layer rounds keys and values."""
         if self.key_weight is None:
             return None, None
-        key = fitting.fit(format.key, self.key_weight).to(device) if format.key.bits <= MOST_FITTED else None
+        key = None
+        if format.key.bits <= MOST_FITTED:
+            at_once = torch.device(device).type == "cuda"  # a GPU waits too long for one coordinate after the other
+            key = fitting.fit(format.key, self.key_weight, at_once).to(device)
         return key, fitting.equal(kv_heads, device) if format.value.bits <= MOST_FITTED else None
 
     def on(self, device_type: str, fitted: bool | None = None) -> LayerPolicy:

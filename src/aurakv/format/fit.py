@@ -8,6 +8,9 @@ The error e of a rotated vector costs e' G e with G = R diag(weight) R'. Split a
 with ones on its diagonal, this is the sum of d_i (A e)_i^2. A `fit` is that split, in float16,
 [kv_heads, D (D + 1) / 2]: the rows of A up to their diagonal, where d stands instead of 1. A fit of no numbers,
 [kv_heads, 0], stands for equal weights: no coordinate can make up for another one, and only scales are tried.
+
+Each coordinate waits for those before it, which suits a CPU. A GPU rounds AT_ONCE neighbours at once if A has zeros
+between them (`fit(..., at_once=True)`): no encoder needs to know, such a fit is one like any other.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ from ..errors import InputError
 from .codec import Codec
 
 SCALES = (0.76, 0.82, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2)  # times the root mean square of a vector
+AT_ONCE = 4
 LONGEST = 2.0  # times the nearest multiple: a vector that levels hardly follow must not grow without end
 _LEAST = 1e-6  # of the mean weight, added to every channel: a channel that nobody reads still costs something
 
 
-def fit(codec: Codec, weight: Tensor) -> Tensor:
-    """The fit for errors whose squares cost weight [kv_heads, dim], on the device of the weights."""
+def fit(codec: Codec, weight: Tensor, at_once: bool = False) -> Tensor:
+    """The fit for errors whose squares cost weight [kv_heads, dim], on the device of the weights.
+
+    at_once: AT_ONCE neighbours do not make up for each other."""
     if not codec.coded or weight.ndim != 2 or weight.shape[1] != codec.dim:
         raise InputError(f"weights must be [kv_heads, {codec.dim}] of a codec with codes, got {list(weight.shape)}")
     if not bool((weight.isfinite() & (weight >= 0)).all()) or not bool((weight.sum(1) > 0).all()):
@@ -36,9 +42,25 @@ def fit(codec: Codec, weight: Tensor) -> Tensor:
     upper = torch.linalg.cholesky(cost.flip(-1, -2)).flip(-1, -2)  # cost = upper upper'
     root = upper.diagonal(dim1=-2, dim2=-1)
     lower = (upper / root[:, None]).transpose(-1, -2).contiguous()
-    lower.diagonal(dim1=-2, dim2=-1).copy_(root.square())
+    least = root.square()
+    if at_once:
+        lower, least = _apart(lower, least)
+    lower.diagonal(dim1=-2, dim2=-1).copy_(least)
     row, column = torch.tril_indices(codec.dim, codec.dim)
     return lower[:, row, column].to(torch.float16).to(weight.device)
+
+
+def _apart(lower: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
+    """A and d of fits whose neighbours do not make up for each other.
+
+    The errors e of neighbours cost |(e + B f)' K (e + B f)|, f the errors before them, where B = A_nn^-1 A_nf and
+    K = A_nn' diag(d_n) A_nn. What is left of K is its diagonal."""
+    heads, dim = cost.shape
+    inside = lower.view(heads, dim // AT_ONCE, AT_ONCE, dim // AT_ONCE, AT_ONCE).diagonal(dim1=1, dim2=3)
+    inside = inside.permute(0, 3, 1, 2)  # A_nn [heads, n, AT_ONCE, AT_ONCE]
+    apart = torch.linalg.solve_triangular(inside, lower.unflatten(1, (-1, AT_ONCE)), upper=False, unitriangular=True)
+    costs = (inside.square() * cost.unflatten(1, (-1, AT_ONCE))[..., None]).sum(2)
+    return apart.flatten(1, 2).contiguous(), costs.flatten(1)
 
 
 def equal(kv_heads: int, device: torch.device | str = "cpu") -> Tensor:

@@ -41,6 +41,7 @@ CHOSEN = [
     "test_unpack.py::test_on_a_gpu[plain-dtype0]",
     "test_backend.py::test_steps_of_a_cache[k4v4-fast-8]",
     "test_fit.py::test_encode[64-4-key-17]",
+    "test_fit.py::test_append_at_once[at once]",
     "../test_conformance.py::test_case[triton-damaged-value]",
     LARGE,
     "../test_conformance.py::test_case[triton-window-sinks-cap-logits]",

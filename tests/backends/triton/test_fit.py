@@ -14,7 +14,7 @@ from aurakv.format import fit as fitting
 from aurakv.format.codec import Format
 from aurakv.storage.pages import Pages, allocate
 from tests.backends.triton.test_interpreter import interpret, needs_triton, run
-from tests.helpers.gpu import compiles, on_real_gpu
+from tests.helpers.gpu import EMULATED, compiles, on_real_gpu
 
 # In float64 the reference finds the best of scales that differ by less than sums in float32 do at 8 bits.
 ENCODE = """
@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 from aurakv.backends import _load
 from aurakv.backends.triton.common import target
+from aurakv.backends.triton.common.codes import INTERPRETED
 from aurakv.format import fit as fitting
 from aurakv.format.codec import Codec
 from aurakv.format.packing import unpack
@@ -44,7 +45,11 @@ dim, bits, side, n = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.ar
 options = {"table": (-2.0, -1.3, -0.7, -0.2, 0.3, 0.3001, 0.3002, 1.5)} if side == "searched" else {}  # no grid
 codec = Codec.value(dim, bits) if side == "value" else Codec.key(dim, bits, **options)
 x, offset = torch.randn(n, 2, dim) * torch.randn(n, 2, 1).exp(), 0.1 * torch.randn(2, dim)
-for fit in (fitting.equal(2, x.device), fitting.fit(codec, torch.rand(2, dim) ** 4 + 0.01)):
+weights = torch.rand(2, dim) ** 4 + 0.01
+fits = [fitting.equal(2, x.device), fitting.fit(codec, weights)]
+if not INTERPRETED.value:
+    fits.append(fitting.fit(codec, weights, at_once=True))
+for fit in fits:
     wanted, got = reference.encode(x.double(), codec, offset, fit), triton.encode(x, codec, offset, fit)
     same = (wanted.data == got.data).all(-1)
     assert same.float().mean() >= 0.99, same.float().mean()
@@ -62,6 +67,7 @@ for fit in (fitting.equal(2, x.device), fitting.fit(codec, torch.rand(2, dim) **
 
 APPEND = """
 import dataclasses
+import sys
 import torch
 torch.set_num_threads(1)
 torch.manual_seed(3)
@@ -75,18 +81,25 @@ DEVICE = torch.device(target.device_type() if torch.cuda.is_available() else "cp
 torch.set_default_device(DEVICE)
 LENGTHS = [0, 5, 14]  # pages of 8: the second one fills its last page, the last one goes beyond the table
 STARTS = [0, 3, 22, 26]
-for name, weights, ring, offset in (("k4v3", "k", False, True), ("k3v4", "kv", True, False),
-                                    ("k16v4", "v", False, True), ("k4v4", "", True, False)):
+CASES = {
+    "one by one": [("k4v3", "k", "", False, True), ("k3v4", "kv", "", True, False), ("k16v4", "v", "", False, True),
+                   ("k4v4", "", "", True, False)],
+    "at once": [("k4v3", "k", "k", False, True), ("k3v4", "kv", "kv", True, False)],
+    "at once or not": [("k2v16", "k", "k", False, False), ("k4v4", "kv", "v", False, False)],
+}
+for name, weights, at_once, ring, offset in CASES[sys.argv[1]]:
     format = Format.parse(name, 32)
     def fit(side, codec):
-        return fitting.fit(codec, torch.rand(2, 32) + 0.01) if side in weights else fitting.equal(2, DEVICE)
+        if side in weights:
+            return fitting.fit(codec, torch.rand(2, 32) + 0.01, side in at_once)
+        return fitting.equal(2, DEVICE) if codec.coded else None
     pages = Pages(format, 8, allocate(format, 8, 9, 2, DEVICE).fill_(0),
                   torch.randperm(9).view(3, 3).to(torch.int32), torch.tensor(LENGTHS, dtype=torch.int32),
                   torch.zeros(1, dtype=torch.int32), ring=ring, pinned=int(ring),
-                  key_fit=fit("k", format.key) if format.key.coded else None, value_fit=fit("v", format.value))
+                  key_fit=fit("k", format.key), value_fit=fit("v", format.value))
     if not ring:
         pages.table[2, 2] = -1
-    if offset:
+    if offset and format.value.coded:
         pages = dataclasses.replace(pages, value_offset=torch.randn(2, 32))
     k, v = torch.randn(2, 26, 2, 64)[..., ::2]
     found = []
@@ -99,7 +112,7 @@ for name, weights, ring, offset in (("k4v3", "k", False, True), ("k3v4", "kv", T
         assert int(copy.overflow) == (not ring)
         found.append(copy.data)
     assert (found[0] == found[1]).float().mean() > 0.99 and found[1].any(), name
-    if weights == "k":  # one by one
+    if weights == "k" and format.value.coded:  # one by one
         copy = dataclasses.replace(
             pages, data=pages.data.clone(), lengths=pages.lengths.clone(), overflow=pages.overflow.clone()
         )
@@ -130,7 +143,13 @@ def test_encode(dim, bits, side, vectors):
 
 @needs_triton
 def test_append():
-    interpret(APPEND)
+    interpret(APPEND, "one by one")
+
+
+@pytest.mark.skipif(not EMULATED, reason="lanes of a warp need a GPU, or an emulated one")
+@pytest.mark.parametrize("fits", ["at once", "at once or not"])
+def test_append_at_once(fits):
+    interpret(APPEND, fits)
 
 
 @on_real_gpu
@@ -140,11 +159,12 @@ def test_encode_on_a_gpu(dim, bits, side, vectors):
 
 
 @on_real_gpu
-def test_append_on_a_gpu():
-    run(APPEND)
+@pytest.mark.parametrize("fits", ["one by one", "at once", "at once or not"])
+def test_append_on_a_gpu(fits):
+    run(APPEND, fits)
 
 
-def fitted_pages(name, dim, kv_heads=8, seqs=64):
+def fitted_pages(name, dim, kv_heads=8, seqs=64, at_once=False):
     format = Format.parse(name, dim)
     return Pages(
         format,
@@ -153,7 +173,7 @@ def fitted_pages(name, dim, kv_heads=8, seqs=64):
         torch.zeros(seqs, 1, dtype=torch.int32),
         torch.zeros(seqs, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int32),
-        key_fit=fitting.fit(format.key, torch.rand(kv_heads, format.key.dim) + 0.1),
+        key_fit=fitting.fit(format.key, torch.rand(kv_heads, format.key.dim) + 0.1, at_once),
         value_fit=fitting.equal(kv_heads) if format.value.coded else None,
     )
 
@@ -181,17 +201,24 @@ def compiled(monkeypatch):
         yield start
 
 
-def loop_over_blocks(sass):
-    """Instructions of the loop that rounds 16 coordinates: the shortest with their multiply-adds and products."""
+def loops(sass):
+    """Instructions between a jump back and where it leads to."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
-    bodies = []
     for at, text in code:
         jump = re.search(r"BRA.*0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < at:
-            body = [other for where, other in code if int(jump[1], 16) <= where <= at]
-            if sum("FFMA" in x for x in body) >= 150 and any("MMA" in x and "HFMA2" not in x for x in body):
-                bodies.append(body)
-    return min(bodies, key=len)
+            yield [other for where, other in code if int(jump[1], 16) <= where <= at]
+
+
+def loop_over_blocks(sass):
+    """Instructions of the loop that rounds 16 coordinates: the shortest with their multiply-adds and products."""
+    products = (body for body in loops(sass) if any("MMA" in x and "HFMA2" not in x for x in body))
+    return min((body for body in products if sum("FFMA" in x for x in body) >= 150), key=len)
+
+
+def loop_over_tiles(sass):
+    """Instructions of the loop that rounds 16 coordinates, four at once: the innermost one with products over 8."""
+    return min((body for body in loops(sass) if any("HMMA.1688." in text for text in body)), key=len)
 
 
 @compiles
@@ -227,6 +254,40 @@ def test_compiled_append(compiled, tmp_path, capability, name, dim):
     assert len(body) <= 900
     assert stack <= 200, "more than what does not change in the loop"
     assert kernel.metadata.shared <= 100_000
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("capability", "name", "dim", "most"),
+    [
+        (80, "k4v4", 128, 250),
+        (90, "k4v4", 128, 250),
+        (90, "k3v2", 64, 240),
+        pytest.param(86, "k2v4", 96, 250, marks=pytest.mark.full),
+        pytest.param(120, "k4v4", 128, 260, marks=pytest.mark.full),
+        pytest.param(90, "k6v4", 80, 260, marks=pytest.mark.full),
+    ],
+)
+def test_compiled_at_once(compiled, tmp_path, capability, name, dim, most):
+    """The loop that takes the time keeps everything in registers, and its two look-ups do not wait for each other."""
+    from aurakv.backends.triton.append import launch
+    from tests.helpers.compile_only import disassemble, resources
+
+    seen = compiled(capability)
+    pages = fitted_pages(name, dim, at_once=True)
+    x = torch.empty(64, 8, dim, dtype=torch.bfloat16)
+    launch.append(pages, x, x, checks.rows_of("starts", None, 64, 64, x.device))
+    kernel, warps = seen["append_kernel"]
+    assert warps == 8
+    body = loop_over_tiles(disassemble(kernel.asm["cubin"], tmp_path))
+    registers, stack, _ = resources(kernel.asm["cubin"], tmp_path)
+    counts = collections.Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for text in body)
+    print(f"sm_{capability} {name} d{dim}: {registers} registers, {stack} bytes of stack, {len(body)} instructions for"
+          f" 16 coordinates of two vectors: {counts.most_common(12)}")  # fmt: skip
+    assert counts["HMMA"] == 4 + 2 * (dim // 16 - 1)
+    assert not counts["FSETP"], "comparisons share few predicates"
+    assert len(body) <= most
+    assert stack == 0
 
 
 @compiles

@@ -10,6 +10,7 @@ fit: (A float16 [dim, dim] with ones on its diagonal; near float32 [dim, BLOCK],
 block before the diagonal, there d; cells float32 [cells, 4], see `nearest`) of one head.
 scratch: of one program, float32: z of VECTORS vectors, their sizes and sums d z², codes and levels of all rows.
 Levels are over WRITER.unit here, so that they are float16 numbers or sums of two.
+With WRITER.fours neighbours are rounded at once, see fit_fours.py.
 Constexprs: WRITER (specialise.Writer) with weights; TOGETHER vectors are rounded at a time: with all scales as many
 rows as there are lanes.
 """
@@ -34,8 +35,12 @@ def mirrored(i):
 
 
 @triton.constexpr_function
-def scratch_size(dim, rows):
-    """float32 numbers of a program: z, sizes, sums; words of 64 bits for eight coordinates; levels in two parts."""
+def scratch_size(dim, together, scales, fours):
+    """float32 numbers of a program: z, sizes, sums; words of 64 bits for eight coordinates; levels in two parts, or, of
+    which four lanes have a word each, the sums of a vector and which scale is best."""
+    rows = together * scales
+    if fours:
+        return 16 * dim + 32 + 4 * rows * (dim // 8) * 2 + together * 4
     return 16 * dim + 32 + rows * (dim // 8) * 2 + rows * dim
 
 
@@ -120,6 +125,44 @@ def nearest(u, p_cells, p_levels, p_bounds, WRITER: tl.constexpr):
         return code, to_levels(code.to(tl.uint32), p_levels, BITS, ()) * (1.0 / WRITER.unit)
 
 
+@triton.constexpr_function
+def aims_at_once(dim, fours):
+    """Coordinates of z: many for programs of many warps."""
+    return min(64, dim & -dim) if fours else BLOCK.value
+
+
+@triton.jit
+def in_lanes(o):
+    """Where coordinate o lies in the order of the lanes of fit_fours.py."""
+    return o // BLOCK * BLOCK + o % 4 * 4 + o % BLOCK // 4
+
+
+@triton.jit
+def aims_of(y, fit, p_scratch, WRITER: tl.constexpr):
+    """Leaves z = A y of vectors y in scratch: the sums of d z²."""
+    SIDE: tl.constexpr = WRITER.how
+    DIM: tl.constexpr = SIDE.dim
+    high = y.to(tl.float16)
+    low = (y - high.to(tl.float32)).to(tl.float16)
+    WIDTH: tl.constexpr = aims_at_once(DIM, WRITER.fours)
+    o_vector, o_block, o_column = tl.arange(0, VECTORS), tl.arange(0, WIDTH), tl.arange(0, SIDE.columns)
+    own = tl.zeros([VECTORS, WIDTH], tl.float32)
+    for i in range(0, DIM, WIDTH):
+        p = fit[0] + (o_block + i)[None, :] * DIM + o_column[:, None]
+        b = tl.load(p, mask=(o_column < DIM)[:, None], other=0)
+        z = tl.dot(high, b, tl.dot(low, b))
+        o_aim = i + o_block
+        if WRITER.fours:
+            o_aim = in_lanes(o_aim)
+            cost = tl.load(fit[1] + o_aim)
+        else:  # all of it: fit_vectors then finds what it waits for close by
+            near = tl.load(fit[1] + i * BLOCK + o_block[:, None] * BLOCK + o_block[None, :])
+            cost = tl.sum(tl.where(o_block[:, None] == o_block[None, :], near, 0.0), 0)
+        tl.store(p_scratch + o_vector[:, None] * DIM + o_aim[None, :], z)
+        own += cost[None, :] * z * z
+    return tl.sum(own, 1)
+
+
 @triton.jit
 def find_aims(p_row, stride, change, o_head, m_row, p_matrix, fit, p_scratch, WRITER: tl.constexpr):
     """z = A y of VECTORS vectors, over the root mean square of y, and that as `size`: 0 for a vector of zeros, NaN for
@@ -131,23 +174,18 @@ def find_aims(p_row, stride, change, o_head, m_row, p_matrix, fit, p_scratch, WR
     rms = tl.sqrt(power / DIM)
     rms = tl.where(rms > 0, rms, 1.0)
     y = y * (1.0 / rms)[:, None]
-    high = y.to(tl.float16)
-    low = (y - high.to(tl.float32)).to(tl.float16)
-    o_vector, o_block, o_column = tl.arange(0, VECTORS), tl.arange(0, BLOCK), tl.arange(0, SIDE.columns)
-    own = tl.zeros([VECTORS, BLOCK], tl.float32)
-    for i in range(0, DIM, BLOCK):
-        p = fit[0] + (o_block + i)[None, :] * DIM + o_column[:, None]
-        b = tl.load(p, mask=(o_column < DIM)[:, None], other=0)
-        z = tl.dot(high, b, tl.dot(low, b))
-        tl.store(p_scratch + o_vector[:, None] * DIM + (o_block + i)[None, :], z)
-        # all of it: fit_vectors then finds what it waits for close by
-        near = tl.load(fit[1] + i * BLOCK + o_block[:, None] * BLOCK + o_block[None, :])
-        cost = tl.sum(tl.where(o_block[:, None] == o_block[None, :], near, 0.0), 0)
-        own += cost[None, :] * z * z
+    if WRITER.equal:
+        o_column = tl.arange(0, SIDE.columns)
+        m_column = (o_column < DIM)[None, :]
+        p_vector = p_scratch + tl.arange(0, VECTORS)[:, None] * DIM
+        tl.store(p_vector + in_lanes(o_column)[None, :], y, mask=m_column)
+        own = tl.sum(tl.where(m_column, y * y, 0.0), 1)
+    else:
+        own = aims_of(y, fit, p_scratch, WRITER)
     size = tl.where(power > 0, rms * unit * (SIDE.post / WRITER.unit), 0.0)
-    p_sizes = p_scratch + VECTORS * DIM + o_vector
+    p_sizes = p_scratch + VECTORS * DIM + tl.arange(0, VECTORS)
     tl.store(p_sizes, tl.where(power < float("inf"), size, float("nan")))
-    tl.store(p_sizes + VECTORS, tl.sum(own, 1))
+    tl.store(p_sizes + VECTORS, own)
     tl.debug_barrier()
 
 
@@ -208,7 +246,6 @@ def fit_vectors(i_first, fit, p_levels, p_bounds, p_scratch, p_data, p_scale, m_
     SCALES: tl.constexpr = WRITER.scales
     COUNT: tl.constexpr = len(SCALES)
     ROWS: tl.constexpr = TOGETHER * COUNT
-    GROUPS: tl.constexpr = SIDE.groups
     WORD: tl.constexpr = tl.int32 if BITS <= 4 else tl.int64
     o_row = tl.arange(0, ROWS)
     inverse = (1.0 / WRITER.unit) / scale_at(o_row % COUNT, SCALES)
@@ -269,14 +306,29 @@ def fit_vectors(i_first, fit, p_levels, p_bounds, p_scratch, p_data, p_scale, m_
     m_best = tl.arange(0, COUNT)[None, :] == best[:, None]
     mixed = tl.sum(tl.where(m_best, tl.reshape(mixed, [TOGETHER, COUNT]), 0.0), 1)
     energy = tl.sum(tl.where(m_best, tl.reshape(energy, [TOGETHER, COUNT]), 0.0), 1)
-    o_vector, o_group = tl.arange(0, TOGETHER), tl.arange(0, GROUPS)
+    o_vector = tl.arange(0, TOGETHER)
+    p_best = p_words + (o_vector * COUNT + best) * (DIM // 8)
+    store_vectors(i_first, p_scratch, p_best, mixed, energy, p_data, p_scale, m_vector, DTYPE, WRITER, 1, 1)
+
+
+@triton.jit
+def store_vectors(i_first, p_scratch, p_words, mixed, energy, p_data, p_scale, m_vector, DTYPE: tl.constexpr,
+                  WRITER: tl.constexpr, STEP: tl.constexpr, PIECES: tl.constexpr):  # fmt: skip
+    """Codes and scales of vectors i_first … where m_vector. p_words [vectors]: words of eight codes, STEP apart, each
+    the sum of PIECES neighbours."""
+    SIDE: tl.constexpr = WRITER.how
+    DIM: tl.constexpr = SIDE.dim
+    GROUPS: tl.constexpr = SIDE.groups
+    o_vector, o_group = tl.arange(0, p_words.shape[0]), tl.arange(0, GROUPS)
     p_sizes = p_scratch + VECTORS * DIM + i_first + o_vector
     size, own = tl.load(p_sizes), tl.load(p_sizes + VECTORS)
     scale = fitted_scale(own, mixed, energy)
     scale = tl.where((energy > 0) & (size > 0), scale * size, 0.0)
     scale = tl.where(scale > SIDE.largest, SIDE.largest, tl.where(scale < -SIDE.largest, -SIDE.largest, scale))
     tl.store(p_scale, tl.where(size == size, scale, float("nan")).to(DTYPE), mask=m_vector)
-    p_best = p_words + (o_vector * COUNT + best) * (DIM // 8)
-    words = tl.load(p_best[:, None] + o_group[None, :], mask=(o_group < DIM // 8)[None, :], other=0)
-    store_words(p_data, m_vector, words, DIM, BITS, GROUPS)
+    m_group = (o_group < DIM // 8)[None, :]
+    words = tl.load(p_words[:, None] + (o_group * STEP)[None, :], mask=m_group, other=0)
+    for i in tl.static_range(1, PIECES):
+        words += tl.load(p_words[:, None] + (o_group * STEP + i)[None, :], mask=m_group, other=0)
+    store_words(p_data, m_vector, words, DIM, SIDE.bits, GROUPS)
     tl.debug_barrier()

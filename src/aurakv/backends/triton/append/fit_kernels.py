@@ -11,12 +11,17 @@ import triton.language as tl
 
 from ..common.slots import enter_sequence, no_sequence, place_rows, row_places
 from .fit import VECTORS, find_aims, fit_vectors, scratch_size
+from .fit_fours import ask_for, fit_fours
 
 
 @triton.jit
-def fit_of(fit, i_head, DIM: tl.constexpr):
+def fit_of(fit, i_head, WRITER: tl.constexpr):
     """Of one head."""
-    return fit[0] + i_head * (DIM * DIM), fit[1] + i_head * (DIM * 16), fit[2]
+    DIM: tl.constexpr = WRITER.how.dim
+    if WRITER.fours:
+        return fit[0] + i_head * (2 * DIM * DIM), fit[1] + i_head * DIM, fit[2]
+    else:
+        return fit[0] + i_head * (DIM * DIM), fit[1] + i_head * (DIM * 16), fit[2]
 
 
 @triton.jit
@@ -55,17 +60,26 @@ def append_fitted(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: t
     known = no_sequence()
     refused = tl.full([], False, tl.int1)
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        near = fit
+        if not WRITER.equal:
+            near = fit_of(fit, i_block % HEADS, WRITER)
+            if WRITER.fours:
+                ask_for(near, WRITER, TOGETHER)
         known, no = enter_sequence(pool, i_block, known, HEADS, True, COUNTED, RING, SEQS, VECTORS)
         refused = refused | no
         p_row, i_head, m_row = vectors_of(x, stride, pool, i_block, known, HEADS, RING)
-        near = fit_of(fit, i_block % HEADS, SIDE.dim)
         find_aims(p_row, stride[2], change, i_head * SIDE.dim, m_row, matrix, near, p_scratch, WRITER)
         for i_group in range(groups_of(m_row, TOGETHER)):
             i_first = i_group * TOGETHER
             p_data, p_scale, m_vector = places_of(
                 side, data, page_bytes, pool, i_block, known, i_first, BYTES, DTYPE, HEADS, RING, TOGETHER
             )
-            fit_vectors(i_first, near, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER)
+            if WRITER.fours:
+                fit_fours(i_first, near, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER)
+            else:
+                fit_vectors(
+                    i_first, near, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
+                )
     return refused
 
 
@@ -94,21 +108,28 @@ def encode_fitted_kernel(
 ):
     """x [tokens, heads, dim] into data [tokens, heads, row_bytes] and scale [tokens, heads]: programs of a grid."""
     SIDE: tl.constexpr = WRITER.how
-    p_scratch = scratch + tl.program_id(0).to(tl.int64) * scratch_size(SIDE.dim, TOGETHER * len(WRITER.scales))
+    p_scratch = scratch + tl.program_id(0).to(tl.int64) * scratch_size(
+        SIDE.dim, TOGETHER, len(WRITER.scales), WRITER.fours
+    )
     blocks = (tokens + (VECTORS - 1)) // VECTORS * HEADS
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         i_head, i_token = i_block % HEADS, i_block // HEADS * VECTORS
         o_token = i_token + tl.arange(0, VECTORS)
         m_row = o_token < tokens
         p_row = x + o_token.to(tl.int64) * stride_token + i_head * stride_head
-        of_head = fit_of((fit, near, cells), i_head, SIDE.dim)
+        of_head = fit_of((fit, near, cells), i_head, WRITER)
         o_head = i_head * SIDE.dim + 0 * o_token
         find_aims(p_row, stride_dim, (None, offset), o_head, m_row, matrix, of_head, p_scratch, WRITER)
         for i_group in range(groups_of(m_row, TOGETHER)):
             i_first = i_group * TOGETHER
             o_row = i_token + i_first + tl.arange(0, TOGETHER)
             o_vector = o_row.to(tl.int64) * HEADS + i_head
-            fit_vectors(
-                i_first, of_head, levels, bounds, p_scratch, data + o_vector * row_bytes, scale + o_vector,
-                o_row < tokens, DTYPE, WRITER, TOGETHER,
-            )  # fmt: skip
+            p_data, p_scale, m_vector = data + o_vector * row_bytes, scale + o_vector, o_row < tokens
+            if WRITER.fours:
+                fit_fours(
+                    i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
+                )
+            else:
+                fit_vectors(
+                    i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
+                )

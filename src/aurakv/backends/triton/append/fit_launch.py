@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,11 +11,12 @@ from ....format.codec import Codec
 from ....format.fit import SCALES
 from ....storage.pages import Pages
 from ..common import specialise
+from ..common.codes import INTERPRETED
 from ..common.target import multiprocessors
 from .cut import Cut
 from .fit import VECTORS, scratch_size
 from .fit_kernels import encode_fitted_kernel
-from .fit_tables import level_cells, unpacked
+from .fit_tables import MOST_FOURS, fours, level_cells, unpacked
 
 WARPS = 8  # of a multiprocessor, for each side
 
@@ -24,25 +27,22 @@ def cut(pages: Pages, sides: tuple[Side, Side], few: tuple[int, int], blocks: in
     """few: rows of a block of a side without weights, and their number. blocks: number of blocks of VECTORS tokens of a
     head."""
     codecs, fits = (pages.format.key, pages.format.value), (pages.key_fit, pages.value_fit)
-    key, value = (
-        specialise.writer(*side, fit=specialise.fit_of(fit), few_warps=True)
-        for side, fit in zip(sides, fits, strict=True)
-    )
+    key, value = _writers(sides, fits)
     warps = _warps(key, value)
-    most = max(blocks if side.weights else few[1] for side in (key, value))
+    most = max(blocks if side.fitted else few[1] for side in (key, value))
     programs = min(most, WARPS // warps * multiprocessors(device))
     of_sides = (_fit(*each) for each in zip(codecs, (key, value), fits, strict=True))
     return Cut(
         key, value, few[0], (programs, 2), few[1], {"num_warps": warps, "num_stages": 1},
-        fits=tuple(x for side in of_sides for x in side), fitted_blocks=blocks, together=_together(warps),
-        scratch=programs * (key.weights + value.weights) * _scratch(max(x.dim for x in codecs), warps),
+        fits=tuple(x for side in of_sides for x in side), fitted_blocks=blocks, together=_together(warps, key, value),
+        scratch=programs * (key.fitted + value.fitted) * _scratch(warps, key, value),
     )  # fmt: skip
 
 
 def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor, data: Tensor, scale: Tensor) -> None:
     """x [tokens, heads, dim] into data and scale."""
     tokens, heads = x.shape[:2]
-    how = specialise.writer(codec, x.dtype, offset is not None, fit=specialise.fit_of(fit), few_warps=True)
+    (how,) = _writers([(codec, x.dtype, offset is not None)], [fit])
     warps = _warps(how)
     programs = min(-(-tokens // VECTORS.value) * heads, WARPS // warps * multiprocessors(x.device))
     encode_fitted_kernel[(programs,)](
@@ -51,7 +51,7 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor, data: Te
         offset,
         *specialise.constants(codec, how, x.device),
         *_fit(codec, how, fit),
-        torch.empty(programs * _scratch(codec.dim, warps), dtype=torch.float32, device=x.device),
+        torch.empty(programs * _scratch(warps, how), dtype=torch.float32, device=x.device),
         data,
         scale,
         codec.row_bytes,
@@ -59,32 +59,53 @@ def encode(x: Tensor, codec: Codec, offset: Tensor | None, fit: Tensor, data: Te
         heads,
         specialise.DTYPES[codec.dtype],
         how,
-        _together(warps),
+        _together(warps, how),
         num_warps=warps,
         num_stages=1,
     )
 
 
+def _writers(sides: Sequence[Side], fits: Sequence[Tensor | None]) -> list[specialise.Writer]:
+    """A program has as many warps for its keys as for its values, so neighbours are rounded at once on all sides with a
+    fit, or on none."""
+    kinds = [specialise.fit_of(fit) for fit in fits]
+    weighted = [(fit, side[0].dim) for side, fit, kind in zip(sides, fits, kinds, strict=True) if kind == "weights"]
+    if INTERPRETED.value or any(fit is None or fours(fit, dim) is None for fit, dim in weighted):
+        return [specialise.writer(*side, fit=kind, few_warps=True) for side, kind in zip(sides, kinds, strict=True)]
+    wide = any(side[0].dim > MOST_FOURS for side in sides)
+    at_once: dict[specialise.Fit, specialise.Fit] = {
+        "weights": "fours",
+        "scales": "scales" if wide else "scales in fours",
+    }
+    return [specialise.writer(*side, fit=at_once.get(kind, kind)) for side, kind in zip(sides, kinds, strict=True)]
+
+
 def _fit(codec: Codec, how: specialise.Writer, fit: Tensor | None) -> tuple[Tensor | None, ...]:
-    if not how.weights or fit is None:
+    if not how.fitted or fit is None:
         return None, None, None
-    return *unpacked(fit, codec.dim), level_cells(codec, fit.device)
+    if how.equal:
+        return None, None, level_cells(codec, how.fours, fit.device)
+    read = fours(fit, codec.dim) if how.fours else unpacked(fit, codec.dim)
+    return *read, level_cells(codec, how.fours, fit.device)  # type: ignore[misc]  # how says that it is in fours
 
 
-def _scratch(dim: int, warps: int) -> int:
+def _scratch(warps: int, *sides: specialise.Writer) -> int:
     """float32 numbers that a program needs for a side."""
-    size: int = scratch_size(dim, _together(warps) * len(SCALES))
+    at_once = any(side.fours for side in sides)
+    size: int = scratch_size(max(side.how.dim for side in sides), _together(warps, *sides), len(SCALES), at_once)
     return size
 
 
 def _warps(*sides: specialise.Writer) -> int:
     """What registers hold of 16 vectors. A side without weights that looks cells up does so in shared memory, which
     takes several warps: one alone would hold the whole table in its registers."""
-    if any(side.grid and not side.weights for side in sides):
+    if any(side.fours for side in sides):
+        return 8
+    if any(side.grid and not side.fitted for side in sides):
         return 4
     return min(4, max(1, *(side.how.columns // 128 for side in sides)))
 
 
-def _together(warps: int) -> int:
-    """Vectors that are rounded together: with all scales one for each lane."""
-    return 32 * warps // len(SCALES)
+def _together(warps: int, *sides: specialise.Writer) -> int:
+    """Vectors that are rounded together: with all scales one for each lane, or two for each warp."""
+    return 2 * warps if any(side.fours for side in sides) else 32 * warps // len(SCALES)

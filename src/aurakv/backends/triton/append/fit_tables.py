@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....format.codec import Codec
-from ....format.fit import split
+from ....format.fit import AT_ONCE, split
 from ....format.levels import Levels
-from ..common.arithmetic import integers, poly7_numbers
+from ..common.arithmetic import float32_bits, integers, poly7_numbers
 from .grids import wide_cells
 
 BLOCK = 16  # coordinates, see fit.py
+MOST_FOURS = 128  # coordinates whose sums registers hold in fit_fours.py
 
 
 class Unpacked(NamedTuple):
@@ -26,11 +27,19 @@ class Unpacked(NamedTuple):
     near: Tensor  # float32 [kv_heads, dim, BLOCK]: of each row what lies in its own block up to the diagonal, there d
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # fits are constant: each is unpacked once
+class Fours(NamedTuple):
+    """A fit of which AT_ONCE neighbours do not make up for each other, as fit_fours.py reads it."""
+
+    matrix: Tensor  # float16 [kv_heads, 2, dim, dim]: A, and its `tiles`
+    costs: Tensor  # float32 [kv_heads, dim]: d, `in_lanes`
+
+
+_unpacked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # fits are constant: each is read once
+_fours: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def unpacked(fit: Tensor, dim: int) -> Unpacked:
-    found: Unpacked | None = _known.get(fit)
+    found: Unpacked | None = _unpacked.get(fit)
     if found is None:
         with torch.inference_mode(False):
             lower, cost = split(fit, dim, torch.float32)
@@ -39,9 +48,56 @@ def unpacked(fit: Tensor, dim: int) -> Unpacked:
             near = lower.gather(2, column.expand(lower.shape[0], -1, -1))
             near = torch.where(column == row, cost[..., None], near)
             found = Unpacked(lower.to(torch.float16), near.contiguous())
-        if fit.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else filled by replays only
-            _known[fit] = found
+        if not _capturing(fit):  # else filled by replays only
+            _unpacked[fit] = found
     return found
+
+
+def fours(fit: Tensor, dim: int) -> Fours | None:
+    """None: a fit of another kind, or of too many coordinates; in a graph also where it was not read before."""
+    if fit not in _fours:
+        if dim > MOST_FOURS or _capturing(fit):
+            return None
+        with torch.inference_mode(False):
+            lower, cost = split(fit, dim, torch.float32)
+            found = None
+            if _apart(lower):
+                both = torch.stack([lower.to(torch.float16), tiles(lower)], 1)
+                found = Fours(both, in_lanes(cost).contiguous())
+        _fours[fit] = found
+    read: Fours | None = _fours[fit]
+    return read
+
+
+def _capturing(fit: Tensor) -> bool:
+    return fit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _apart(lower: Tensor) -> bool:
+    """Whether A [kv_heads, dim, dim] has zeros between AT_ONCE neighbours."""
+    n = lower.shape[1] // AT_ONCE
+    inside = lower.unflatten(2, (n, AT_ONCE)).unflatten(1, (n, AT_ONCE)).diagonal(dim1=1, dim2=3)
+    return int(inside.count_nonzero()) == lower.shape[0] * lower.shape[1]
+
+
+def in_lanes(x: Tensor) -> Tensor:
+    """[…, dim] in the order of the lanes of fit_fours: of every 16 coordinates 0 4 8 12, 1 5 …"""
+    return x.unflatten(-1, (-1, 4, 4)).transpose(-1, -2).flatten(-3)
+
+
+def tiles(lower: Tensor) -> Tensor:
+    """A [kv_heads, dim, dim] as second factors of products, float16 of that shape. Of each 16 columns, from their own
+    16 rows on, the two words of a lane for each half of 16 rows; rows before those are zero, and come last.
+
+    Sum 2c + i of a half h is that of coordinate 8h + 4i + c of the rows; a word has columns c and 4 + c, or 8 more."""
+    heads, dim = lower.shape[:2]
+    count = dim // BLOCK
+    parts = lower.view(heads, count, 2, 2, 4, count, 2, 2, 4)  # head, tile, h, i, c; tile, word, half, c
+    order = parts.permute(
+        0, 5, 1, 4, 3, 8, 2, 6, 7
+    )  # tiles of columns, of rows; lane: 8 rows, 4 columns; h, word, half
+    column, further = torch.arange(count, device=lower.device)[:, None], torch.arange(count, device=lower.device)
+    return order[:, column, (column + further) % count].reshape(heads, dim, dim).to(torch.float16)
 
 
 def level_unit(levels: Levels) -> tuple[float, int]:
@@ -53,21 +109,36 @@ def level_unit(levels: Levels) -> tuple[float, int]:
     return (float(2.0 ** np.ceil(np.log2(largest))) if largest > 0 else 1.0), 2
 
 
+def cell_asm(levels: Levels) -> str:
+    """PTX: $0 is 2^23 + the cell that $1, over level_unit, lies in, as the bits of a float32 number; of NaN the first
+    one. "" where there are no cells."""
+    grid = wide_cells(levels)
+    if grid is None:
+        return ""
+    numbers = grid.slope * level_unit(levels)[0], grid.start, len(grid.bounds) - 2.0, 2.0**23
+    slope, start, last, magic = (float32_bits(x) for x in numbers)
+    return f"fma.rn.sat.f32 $0, $1, {slope}, {start}; fma.rn.f32 $0, $0, {last}, {magic};"
+
+
 @functools.cache
-def _level_cells(levels: Levels, device: torch.device) -> Tensor | None:
+def _level_cells(levels: Levels, in_halves: bool, device: torch.device) -> Tensor | None:
     grid = wide_cells(levels)
     if grid is None:
         return None
     below = np.array(grid.below, np.int32)
     unit = level_unit(levels)[0]
     known = (np.array(levels) / unit).astype(np.float32)
+    if in_halves:
+        high = known.astype(np.float16)
+        known = np.stack([high, (known - high.astype(np.float32)).astype(np.float16)], 1).view(np.float32)[:, 0]
     table = [(np.array(grid.bounds) / unit).astype(np.float32), below.view(np.float32)]
     table += [known[np.minimum(below + n, len(known) - 1)] for n in (0, 1)]
     with torch.inference_mode(False):
         return torch.from_numpy(np.stack(table, 1)).to(device)
 
 
-def level_cells(codec: Codec, device: torch.device) -> Tensor | None:
+def level_cells(codec: Codec, in_halves: bool, device: torch.device) -> Tensor | None:
     """float32 [cells, 4]: the boundary inside a cell, the number of those below as bits, the levels on both
-    sides; but for that number over level_unit."""
-    return _level_cells(codec.levels, device)
+    sides; but for that number over level_unit. in_halves: levels as two float16 numbers, the larger one in the lower
+    half of a word."""
+    return _level_cells(codec.levels, in_halves, device)

@@ -112,7 +112,7 @@ def append_side(side, fit, data, page_bytes, pool, blocks, BYTES: tl.constexpr, 
                 SIZE: tl.constexpr, BOTH: tl.constexpr):  # fmt: skip
     """fit: matrices, near, cells, scratch and blocks of `append_fitted`. SIZE of a program's scratch, BOTH: that of two
     sides."""
-    if WRITER.weights:
+    if WRITER.fitted:
         i_scratch = tl.program_id(0) * 2 + tl.program_id(1) if BOTH else tl.program_id(0)
         p_scratch = fit[3] + i_scratch.to(tl.int64) * SIZE
         return append_fitted(
@@ -286,8 +286,10 @@ def append_kernel(
     else:
         key_fits = (key_fit, key_near, key_cells, scratch, fitted_blocks)
         value_fits = (value_fit, value_near, value_cells, scratch, fitted_blocks)
-        SIZE: tl.constexpr = scratch_size(max(K.how.dim, V.how.dim), TOGETHER * max(len(K.scales), len(V.scales)))
-        BOTH: tl.constexpr = K.weights and V.weights
+        SIZE: tl.constexpr = scratch_size(
+            max(K.how.dim, V.how.dim), TOGETHER, max(len(K.scales), len(V.scales)), K.fours or V.fours
+        )
+        BOTH: tl.constexpr = K.fitted and V.fitted
         if tl.program_id(1) == 0:
             refused = append_side(
                 key, key_fits, data, page_bytes, pool, blocks, K_BYTES, K_DTYPE, K, HEADS, LONG, COUNTED, RING,

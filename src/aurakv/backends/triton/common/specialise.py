@@ -15,7 +15,7 @@ from ....format.codec import Codec
 from ....format.fit import SCALES
 from ....format.levels import Levels
 from ....format.rotation import hadamard
-from ..append.fit_tables import level_unit
+from ..append.fit_tables import cell_asm, level_unit
 from ..append.grids import cell_tensor, grid_tensor, groups_asm, square_table, wide_cells
 from .arithmetic import curve, float16_unit, nibble_asm, polynomial
 from .codes import INTERPRETED
@@ -84,12 +84,14 @@ class Writer(NamedTuple):
 
     how: Encoder
     alone: bool = False  # each warp has vectors of its own, see encode_warp
-    groups: str = ""  # PTX that quantises groups by cells, "" to look boundaries and levels up
+    groups: str = ""  # PTX that quantises groups by cells, in fours finds a cell; "" to look boundaries and levels up
     grid: tuple[float, ...] = ()  # slope and start of Cells, and their number, to look boundaries up by; () to search
     square: float = 0.0  # see codes.energy_of
     scales: tuple[float, ...] = ()  # that are tried, times the root mean square of a vector; () for that alone
-    weights: bool = False  # whether coordinates make up for the errors of others, see append/fit.py
-    unit: float = 1.0  # with weights: what levels are over, as sums of so many float16 numbers
+    fitted: bool = False  # by append/fit.py: coordinates make up for the errors of others
+    fours: bool = False  # but not for those of three neighbours, see append/fit_fours.py
+    equal: bool = False  # nor for any others: all weights are equal
+    unit: float = 1.0  # what levels are over if fitted, as sums of so many float16 numbers
     parts: int = 1
 
 
@@ -162,7 +164,7 @@ def bounds(codec: Codec, writer: Writer, device: torch.device) -> Tensor:
     return grid_tensor(codec.levels, device) if writer.grid else codec.boundary_tensor(torch.float32, device)
 
 
-Fit = Literal["", "scales", "weights"]
+Fit = Literal["", "scales", "weights", "fours", "scales in fours"]
 
 
 def fit_of(fit: Tensor | None) -> Fit:
@@ -183,7 +185,10 @@ def writer(
     scales, grid = SCALES if fit else (), wide_cells(codec.levels)
     cells = (grid.slope, grid.start, len(grid.bounds)) if grid else ()
     if fit == "weights":
-        return Writer(how, False, "", cells, 0.0, scales, True, *level_unit(codec.levels))
+        return Writer(how, False, "", cells, 0.0, scales, True, False, False, *level_unit(codec.levels))
+    if fit in ("fours", "scales in fours"):
+        equal, asm = fit != "fours", cell_asm(codec.levels)
+        return Writer(how, False, asm, cells, 0.0, scales, True, True, equal, *level_unit(codec.levels))
     groups = "" if INTERPRETED.value else groups_asm(codec.levels, lsq)
     if not groups:
         return Writer(how, grid=cells, scales=scales)
@@ -199,8 +204,8 @@ def constants(codec: Codec, writer: Writer, device: torch.device) -> tuple[Tenso
     if writer.alone:
         rotation = lane_matrix(codec, dtype, device)
     else:
-        rotation = matrix(codec, dtype, device, order="natural" if writer.weights else "planes")
-    if writer.weights:
+        rotation = matrix(codec, dtype, device, order="natural" if writer.fitted else "planes")
+    if writer.fitted:
         return rotation, codec.level_tensor(torch.float32, device), codec.boundary_tensor(torch.float32, device)
     return rotation, codec.level_tensor(torch.float32, device), bounds(codec, writer, device)
 
