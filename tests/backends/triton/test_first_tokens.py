@@ -10,8 +10,8 @@ import torch
 from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Copies, Rows
-from aurakv.calibration.policy import LayerPolicy
 from aurakv.format.codec import Codec, Format
+from aurakv.format.fit import equal, fit
 from aurakv.storage.pages import Pages, allocate
 from tests.backends.triton.test_interpreter import interpret, needs_triton
 from tests.helpers.gpu import WHY_NOT_COMPILED, compiles
@@ -28,8 +28,9 @@ torch.set_num_threads(1)
 from tests.backends.triton.test_first_tokens import KINDS, check_append
 
 torch.manual_seed(0)
-for kind in KINDS.values():
-    check_append(*kind)
+for name, kind in KINDS.items():
+    if name != "fitted-one-by-one":  # all fits are here
+        check_append(*kind)
 """
 
 # An engine's life with `find` and appends of Triton is that of the reference.
@@ -52,12 +53,23 @@ assert max(errors) < 0.02
 """
 FIRST = 4
 KINDS = {  # of appends: format, dim, heads, rows of four sequences, fitted codes, single rows
-    "token": ("k4v4", 64, 2, [1, 1, 1, 1], False, True),
-    "token-many-heads": ("k4v3", 80, 17, [1, 1, 1, 1], False, True),
-    "blocks": ("k8v8", 64, 3, [3, 1, 0, 9], False, False),
-    "fitted": ("k4v4", 32, 2, [5, 1, 7, 2], True, False),
+    "token": ("k4v4", 64, 2, [1, 1, 1, 1], "", True),
+    "token-many-heads": ("k4v3", 80, 17, [1, 1, 1, 1], "", True),
+    "blocks": ("k8v8", 64, 3, [3, 1, 0, 9], "", False),
+    "fitted": ("k4v4", 32, 2, [5, 1, 7, 2], "at once", False),
+    "fitted-one-by-one": ("k4v4", 32, 2, [5, 1, 7, 2], "one by one", False),
 }
-ALONE = ("k4v4", 128, 2, [8300, 1, 2, 9], False, False)  # warps work alone where vectors are many and as they are
+ALONE = ("k4v4", 128, 2, [8300, 1, 2, 9], "", False)  # warps work alone where vectors are many and as they are
+
+
+ONE_BY_ONE = pytest.param("fitted-one-by-one", marks=pytest.mark.full)
+
+
+def fits_of(format, heads, weights):
+    """Of keys, with weights, and of values."""
+    if not weights:
+        return None, None
+    return fit(format.key, torch.rand(heads, format.key.dim) + 0.1, weights == "at once"), equal(heads)
 
 
 def make(name, dim, heads, counts, weights, single):
@@ -68,8 +80,7 @@ def make(name, dim, heads, counts, weights, single):
     lengths = old + starts.diff()
     width = -(-int(lengths.max()) // 16) + 1
     table = torch.randperm(4 * width).view(4, width).int()
-    policy = LayerPolicy(name, key_weight=torch.rand(heads, dim) + 0.1 if weights else None)
-    key_fit, value_fit = policy.fits(format, heads, torch.device("cpu"))
+    key_fit, value_fit = fits_of(format, heads, weights)
     data = allocate(format, 16, 4 * width, heads, torch.device("cpu")).fill_(0)
     overflow = torch.zeros(1, dtype=torch.int32)
     pages = Pages(format, 16, data, table, lengths, overflow, key_fit=key_fit, value_fit=value_fit)
@@ -110,7 +121,7 @@ def check_append(name, dim, heads, counts, weights, single, scaled=True):
 
 @emulates
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-@pytest.mark.parametrize("kind", ["token", "blocks", pytest.param("fitted", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["token", "blocks", "fitted", ONE_BY_ONE])
 def test_emulated_append(kind, capability):
     from tests.helpers.ptx.driver import emulating
 
@@ -121,7 +132,7 @@ def test_emulated_append(kind, capability):
 
 @emulates
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-@pytest.mark.parametrize("kind", ["token", "token-many-heads", pytest.param("fitted", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["token", "token-many-heads", "fitted", ONE_BY_ONE])
 def test_emulated_append_beside_padding(kind, capability):
     """vLLM counts up the lengths of all sequences between the steps of a draft model, also of those that pad a graph:
     these have no rows, so nothing is written where their tables point, which may be anywhere."""

@@ -10,9 +10,9 @@ import torch
 from aurakv.attention import ops
 from aurakv.attention.scoring import Scoring
 from aurakv.attention.step import Copies, Rows, Step
-from aurakv.calibration.policy import LayerPolicy
 from aurakv.format.codec import Codec, Format
 from aurakv.storage.pages import Pages, allocate
+from tests.backends.triton.test_first_tokens import ONE_BY_ONE, fits_of
 from tests.helpers.gpu import WHY_NOT_COMPILED, compiles
 from tests.helpers.ptx import library as ptx
 from tests.vllm.test_recent import PROMPTS, damage_spreads, lost_before_a_prompt, prompts_beside
@@ -28,15 +28,16 @@ def vectors_of(dim, tokens, count):
 
 
 APPENDS = {  # rows of four sequences, fitted codes, single rows
-    "token": ([1, 1, 1, 1], False, True),
-    "blocks": ([3, 1, 40, 9], False, False),
-    "fitted": ([5, 1, 7, 2], True, False),
+    "token": ([1, 1, 1, 1], "", True),
+    "blocks": ([3, 1, 40, 9], "", False),
+    "fitted": ([5, 1, 7, 2], "at once", False),
+    "fitted-one-by-one": ([5, 1, 7, 2], "one by one", False),
 }
 
 
 @emulates
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-@pytest.mark.parametrize("kind", ["token", "blocks", pytest.param("fitted", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["token", "blocks", "fitted", ONE_BY_ONE])
 def test_emulated_append(kind, capability):
     """The last rows of sequences, behind what lies there, and nothing else; the last sequence has lost its entry."""
     from aurakv.backends.triton.append.launch import prepare_append
@@ -48,9 +49,7 @@ def test_emulated_append(kind, capability):
     format, starts = Format.parse("k4v4", dim), torch.tensor([0, *counts]).cumsum(0).int()
     old = torch.tensor([0, 35, 20, 7], dtype=torch.int32)
     lengths = old + starts.diff()
-    fits = LayerPolicy("k4v4", key_weight=torch.rand(HEADS, dim) + 0.1 if weights else None).fits(
-        format, HEADS, torch.device("cpu")
-    )
+    fits = fits_of(format, HEADS, weights)
     data = allocate(format, BLOCK, 8, HEADS, torch.device("cpu")).fill_(0)
     table = torch.arange(8, dtype=torch.int32).view(4, 2)
     pages = Pages(format, BLOCK, data, table, lengths, torch.zeros(1).int(), key_fit=fits[0], value_fit=fits[1])
