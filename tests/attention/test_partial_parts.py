@@ -73,5 +73,7 @@ def test_wrong_input():
         kv.Partial.of(out, lse, lse, base=10)
     with pytest.raises(InputError, match="m must be a Tensor, got 3"):
         kv.Partial.of(out, 3, lse)
+    with pytest.raises(InputError, match="l must be on cpu like o, got meta"):
+        kv.Partial.of(out, lse, lse.to("meta"))
     with pytest.raises(InputError, match="o must hold floating-point numbers"):
         kv.Partial.of(out.int(), lse, lse)

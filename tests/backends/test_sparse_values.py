@@ -39,6 +39,21 @@ def test_dropped_values_are_not_there(backend, device, name):
     assert (got[good] - want[good]).norm() < 2e-3 * want[good].norm()
 
 
+@pytest.mark.parametrize(("dtype", "threshold"), [(torch.bfloat16, 1e-3), (torch.float16, 3e-4)])
+def test_weights_of_16_bits_do_not_round_the_threshold(backend, device, dtype, threshold):
+    """The numbers of this type next to the threshold, which it does not hold itself."""
+    codec = kv.Codec.value(DIM, 4)
+    stored = kv.encode(torch.randn(2, 1, DIM, device=device), codec, backend="reference")
+    near = torch.tensor(threshold).to(dtype)
+    other = torch.nextafter(near, torch.tensor(float(near) < threshold, dtype=dtype))
+    low, high = sorted((near, other), key=float)
+    assert float(low) < threshold < float(high)
+    weights = torch.stack([low, high]).view(1, 1, 2).to(device)
+    got = ops.values(weights, stored, codec, threshold=threshold, backend=backend)
+    want = ops.values(weights * torch.tensor([0, 1], dtype=dtype, device=device), stored, codec, backend=backend)
+    assert torch.equal(got, want)
+
+
 NATIVE = [name for name in native.backends if kv.why_not(name) is None]
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -152,7 +153,13 @@ def test_wrong_input(function, data, norms, codec, sentence):
         function(data, norms, codec)
 
 
-@pytest.mark.parametrize("divisor", [0.0, -1.0, math.nan, math.inf])
+def test_divisors_of_any_kind():
+    given = [codes_from_nibbles(octets(3, 2, 32), ONE, C4, divisor=x).scale for x in (8, 8.0, np.float32(8))]
+    assert torch.equal(given[0], given[1])
+    assert torch.equal(given[0], given[2])
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, math.nan, math.inf, True, "8"])
 def test_wrong_divisor(divisor):
     with pytest.raises(InputError, match="divisor must be positive and finite"):
         codes_from_nibbles(octets(3, 2, 32), ONE, C4, divisor=divisor)

@@ -75,10 +75,15 @@ def test_aura(dim, bits, backend, device):
     assert relative(part.out[0].cpu().numpy(), want) < 2e-5
 
 
-@pytest.mark.parametrize("window", [0, 1, 9, 40, 100])
-@pytest.mark.parametrize("ring_start", [0, 1, 17, 39])
-def test_aura_in_a_ring_with_sinks(ring_start, window):
-    keys, values, q = aura(64, 4, 2, CAPACITY, CAPACITY, ring_start)
+RINGS = [
+    *((64, 4, 2, ring_start, window) for ring_start in (0, 1, 17, 39) for window in (0, 1, 9, 40, 100)),
+    *((dim, *bits, 17, 9) for dim in (80, 96, 128, 256, 512) for bits in ((2, 3), (4, 4), (5, 6), (8, 2))),
+]
+
+
+@pytest.mark.parametrize(("dim", "key_bits", "value_bits", "ring_start", "window"), RINGS)
+def test_aura_in_a_ring_with_sinks(dim, key_bits, value_bits, ring_start, window):
+    keys, values, q = aura(dim, key_bits, value_bits, CAPACITY, CAPACITY, ring_start)
     sinks = np.array([0.5, -1.0, 2.0, 0.0])
     want = oracle.attend(q, keys, values, CAPACITY, ring_start, scale=0.1, window=window, sinks=sinks)
     caches = [read_aura(keys, values, CAPACITY, ring_start=ring_start)]
@@ -272,6 +277,7 @@ def test_wrong_input():
         ("keys and values must have equal KV heads, got 2 and 1", {"values": (data[:1], norms[:1])}),
         (r"data must be \[..., kv_heads, 32\]", {"keys": (data[..., :16], norms)}),
         ("divisor must be positive and finite, got 0", {"divisor": 0}),
+        ("keys and values must be on one device, got cpu and meta", {"values": (data.to("meta"), norms.to("meta"))}),
     ]:
         with pytest.raises(InputError, match=sentence):
             read(**options)
@@ -280,6 +286,11 @@ def test_wrong_input():
         blocks[0, 2] = torch.tensor(bad)
         with pytest.raises(InputError, match="norms must be finite and not negative"):
             legacy_cache.from_turboquant((wide, blocks), (wide, torch.ones(1, 4, 2)), 4, head_dim=512)
+    with pytest.raises(InputError, match=r"TurboQuant's kernels write vectors of 2\^k coordinates, got 80"):
+        legacy_cache.from_turboquant((data, norms), (data, norms), 5, head_dim=80)
     words = (data.view(torch.int32), norms)
     with pytest.raises(InputError, match="a value codebook must have one of"):
         legacy_cache.from_aura(words, words, (torch.ones(16), torch.ones(15)), 5, head_dim=64)
+    for books in (None, (torch.ones(16),), torch.ones(2, 16)):
+        with pytest.raises(InputError, match="codebooks must be a pair of tensors"):
+            legacy_cache.from_aura(words, words, books, 5, head_dim=64)

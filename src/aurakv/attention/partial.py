@@ -38,6 +38,8 @@ class Partial(NamedTuple):
                 raise InputError(
                     f"{name} must be float32 or float64 {list(o.shape[:-1])} for o {list(o.shape)}, got {shown(x)}"
                 )
+            if x.device != o.device:
+                raise InputError(f"{name} must be on {o.device} like o, got {x.device}")
         empty = l == 0
         whole = o.to(l.dtype) / l[..., None]
         lse = m * log_base + l.log()

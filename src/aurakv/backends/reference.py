@@ -114,10 +114,11 @@ def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, t
     """Σ w·v̂ over the weights [tokens, heads, n] that are not below the threshold: [tokens, heads, dim]."""
     work = _compute_dtype(weights)
     stored = decode(codes, codec, offset, rotated=True, dtype=work)
+    weights, dtype = weights.to(work), weights.dtype  # 16 bits would round the threshold
     below = weights < threshold  # never true of NaN
-    kept = _group(weights.to(work).masked_fill(below, 0), stored.shape[1])
+    kept = _group(weights.masked_fill(below, 0), stored.shape[1])
     out = _weighted_sum(kept, stored, _group(~below, stored.shape[1]))
-    return codec.unrotate(out).flatten(1, 2).to(weights.dtype)
+    return codec.unrotate(out).flatten(1, 2).to(dtype)
 
 
 def append(pages: Pages, k: Tensor, v: Tensor, rows: Rows) -> None:

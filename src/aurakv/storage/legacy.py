@@ -9,13 +9,14 @@ AURA's callers rotate (`signs="unrotated"`, or the signs with which they do).
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..arguments import shown
+from ..arguments import finite, shown
 from ..errors import InputError
 from ..format.codec import Codec, Codes
 
@@ -30,7 +31,7 @@ def codes_from_u32(words: Tensor, norms: Tensor, codec: Codec, *, divisor: float
     those of N(0, 1) and the norms those of whole vectors.
     """
     _check_coded(codec)
-    check_divisor(divisor)
+    divisor = check_divisor(divisor)
     count = -(-codec.dim * codec.bits // 32)
     if not isinstance(words, Tensor) or words.dtype not in (torch.uint32, torch.int32):
         raise InputError(f"words must be uint32 or int32, got {_kind(words)}")
@@ -57,8 +58,7 @@ def codes_from_nibbles(data: Tensor, norms: Tensor, codec: Codec, *, divisor: fl
     _check_coded(codec)
     if codec.bits != 4:
         raise InputError(f"nibbles need a codec of 4 bits, got {codec.bits}")
-    divisor = math.sqrt(codec.dim) if divisor is None else divisor
-    check_divisor(divisor)
+    divisor = check_divisor(math.sqrt(codec.dim) if divisor is None else divisor)
     if not isinstance(data, Tensor) or data.dtype != torch.uint8:
         raise InputError(f"data must be uint8, got {_kind(data)}")
     if data.ndim < 2 or data.shape[-1] != codec.row_bytes:
@@ -78,9 +78,13 @@ def _check_coded(codec: Codec) -> None:
         raise InputError("caches of the original kernels hold codes: the codec must not be one of 16 bits")
 
 
-def check_divisor(divisor: float) -> None:
-    if not (isinstance(divisor, (int, float)) and divisor > 0 and math.isfinite(divisor)):
-        raise InputError(f"divisor must be positive and finite, got {shown(divisor)}")
+def check_divisor(divisor: float) -> float:
+    """As a float, whatever kind of number it is."""
+    with contextlib.suppress(InputError):
+        number = finite("divisor", divisor)
+        if number > 0:
+            return number
+    raise InputError(f"divisor must be positive and finite, got {shown(divisor)}")
 
 
 def check_norms(norms: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:

@@ -104,6 +104,9 @@ def from_turboquant(
     so.
     """
     codec = Codec(head_dim, 4, "lloyd-max", dtype=dtype, signs=signs)
+    if codec.dim.bit_count() != 1:
+        raise InputError(f"TurboQuant's kernels write vectors of 2^k coordinates, got {codec.dim}")
+    divisor = math.sqrt(codec.dim) if divisor is None else check_divisor(divisor)
     again, rows = 0, []
     for name, side in zip(("keys", "values"), _pair(keys, values), strict=True):
         data, norms = _logical(name, side, length, ring_start)
@@ -116,7 +119,7 @@ def from_turboquant(
         codes = codes_from_nibbles(data, equal, codec, divisor=divisor)
         if bool(unequal.any()):
             again += int(unequal.sum())
-            fresh = _encode_again(data[unequal], norms[unequal], codec, divisor or math.sqrt(head_dim))
+            fresh = _encode_again(data[unequal], norms[unequal], codec, divisor)
             assert codes.scale is not None
             assert fresh.scale is not None
             codes.data[unequal], codes.scale[unequal] = fresh.data, fresh.scale
@@ -165,12 +168,10 @@ def to_turboquant(
                 f"TurboQuant's kernels read 4-bit lloyd-max codes behind {transform} of 2^k coordinates,"
                 f" got {codec.name} of {codec.dim}"
             )
-    if divisor is not None:
-        check_divisor(divisor)
     rows, length, capacity = _held(cache, seq, capacity, ring_start)
     sides = []
     for codes, codec in zip(rows, (cache.format.key, cache.format.value), strict=True):
-        norms = _norms(codes, math.sqrt(codec.dim) if divisor is None else divisor)
+        norms = _norms(codes, math.sqrt(codec.dim) if divisor is None else check_divisor(divisor))
         if blocks and codec.dim > BLOCK:
             norms = norms[..., None].repeat(1, 1, codec.dim // BLOCK)
         sides.append(_physical(codes.data, norms, capacity, ring_start))
@@ -186,12 +187,16 @@ def _pair(keys: Packed, values: Packed) -> tuple[Packed, Packed]:
                 f"{name} must be codes [kv_heads, capacity, words] and norms [kv_heads, capacity],"
                 f" got {list(side[0].shape)} and {list(side[1].shape)}"
             )
+    if keys[0].device != values[0].device:
+        raise InputError(f"keys and values must be on one device, got {keys[0].device} and {values[0].device}")
     return keys, values
 
 
 def _codebooks(given: tuple[Tensor, Tensor]) -> list[list[float]]:
     """As numbers, one list for each side."""
     tables = []
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise InputError(f"codebooks must be a pair of tensors (keys, values), got {shown(given)}")
     for name, table in zip(("key", "value"), given, strict=True):
         widths = [2**bits for bits in level_tables.CODE_BITS]
         instance(f"{name} codebook", table, Tensor)
