@@ -31,7 +31,6 @@ from ..hf.gradients import Vectors, gradients
 from ..hf.observe import observe
 from ..hf.support import head_dim, slots
 from ..storage.page_table import Kept
-from ..storage.uncompressed import Uncompressed
 from .guard import stored
 from .policy import FIRST, ROLLBACK, Policy
 
@@ -174,13 +173,6 @@ def shares(config: Any, context: int) -> list[float]:
     """The part of a text of `context` tokens that each layer holds."""
     windows = [slot.window for slot in slots(config) if slot.other is None]
     return [1.0 if window is None else min(1.0, _ring(window) / context) for window in windows]
-
-
-def overhead(policy: Policy, itemsize: int, context: int) -> float:
-    """Bytes per token and KV head, in all layers, of uncompressed tokens, offsets, key scales and fits."""
-    fits = sum(layer.key_weight is not None for layer in policy.layers) * (policy.head_dim + 1)
-    uncompressed = Uncompressed(policy.first, policy.recent, rollback=0).room(context)
-    return policy.head_dim * (len(policy.layers) * (2 * uncompressed * itemsize + 4 + itemsize) + fits) / context
 
 
 def smallest(shares: Sequence[float], head_dim: int) -> float:

@@ -55,7 +55,9 @@ def add(subparsers: Any) -> None:
                         help="foresee losses by so many gradients over the probe instead of measuring them (4 are"
                         " enough; takes the memory of training on 1,024 tokens)")  # fmt: skip
     goal = parser.add_mutually_exclusive_group()
-    goal.add_argument("--size", default="k4v4", metavar="FORMAT", help="no larger than this format (default k4v4)")
+    goal.add_argument("--size", default="k4v4", metavar="FORMAT",
+                      help="no larger than this format in all layers, with the same uncompressed tokens, offsets and"
+                      " key scales (default k4v4)")  # fmt: skip
     goal.add_argument(
         "--kl",
         type=arguments.fraction,
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
     source = f"{Path(loaded.name).name}, {used.shape[1]} tokens of {'alice' if args.text is None else args.text.stem}"
     with screen.progress("reading the text", used.shape[1], lines=True) as step:
         policy = tune.calibrated(loaded.model, used, size.name, source, args.first, args.recent, step)
-    budget = _budget(args, size, policy, loaded.model)  # refused now, not after all layers were measured
+    budget = _budget(args, size, policy, config)  # refused now, not after all layers were measured
     probe = ids[:, : args.probe]
     if args.gradients is None:
         with screen.progress("layers alone", 4 * len(policy.layers), lines=True) as step:
@@ -149,6 +151,10 @@ def run(args: argparse.Namespace) -> None:
     checked = [(row.name, f"{row.kl:.4f}", f"{row.top1:.1%}", f"{row.bytes_per_token:,.0f}") for row in rows]
     screen.table("", ["policy", ">KL", ">same token", ">bytes per token"], checked)
     screen.say(f"policy: {args.out}")
+    if args.kl is None and rows[0].kl >= rows[1].kl:
+        screen.say(
+            f"{size} in all layers loses no more on this text: take that, or measure more (--rounds 1, --probe 4K)"
+        )
     listed = {"layers": [asdict(layer) for layer in layers], "check": [asdict(row) for row in rows]}
     screen.result({"policy": str(args.out), "formats": formats, **listed})
 
@@ -158,19 +164,18 @@ def check_size(size: Format) -> None:
         raise InputError(f"--size must have codes for keys and values, got {size}")
 
 
-def _budget(args: argparse.Namespace, size: Format, policy: Policy, model: Any) -> float:
-    """Bytes per token and KV head of all layers that formats may take; with --kl nothing depends on it."""
+def _budget(args: argparse.Namespace, size: Format, policy: Policy, config: Any) -> float:
+    """Bytes per token and KV head of all layers that formats may take; with --kl nothing depends on it. What a policy
+    takes besides, `size` in all layers takes, too."""
     from ..calibration import tune
 
-    shares, percent = tune.shares(model.config, args.context), args.percent or 0.0
+    shares, percent = tune.shares(config, args.context), args.percent or 0.0
     budget = sum(shares) * size.bytes_per_token * (1 + percent / 100)
-    budget -= tune.overhead(policy, model.dtype.itemsize, args.context)
     least = tune.smallest(shares, policy.head_dim)
     if args.kl is None and budget < least:
         raise InputError(
-            f"after uncompressed tokens, offsets and key scales, --size {size} and --percent {percent:g} leave"
-            f" {budget:.1f} bytes per token and KV head, and the smallest formats take {least:.1f}:"
-            f" raise --percent or --size"
+            f"--size {size} and --percent {percent:g} are {budget:.1f} bytes per token and KV head, and the smallest"
+            f" formats take {least:.1f}: raise --percent or --size"
         )
     return budget
 
