@@ -65,7 +65,8 @@ class LayerPolicy:
             return None, None
         key = None
         if format.key.bits <= MOST_FITTED:
-            at_once = torch.device(device).type == "cuda"  # a GPU waits too long for one coordinate after the other
+            # a GPU waits too long for one coordinate after the other
+            at_once = torch.device(device).type == "cuda" and format.key.dim <= fitting.MOST_AT_ONCE
             key = fitting.fit(format.key, self.key_weight, at_once).to(device)
         return key, fitting.equal(kv_heads, device) if format.value.bits <= MOST_FITTED else None
 

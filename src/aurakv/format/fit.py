@@ -23,6 +23,7 @@ from .codec import Codec
 
 SCALES = (0.76, 0.82, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2)  # times the root mean square of a vector
 AT_ONCE = 4
+MOST_AT_ONCE = 128  # coordinates of vectors for which GPUs have a kernel that does so
 LONGEST = 2.0  # times the nearest multiple: a vector that levels hardly follow must not grow without end
 _LEAST = 1e-6  # of the mean weight, added to every channel: a channel that nobody reads still costs something
 
@@ -53,7 +54,7 @@ def fit(codec: Codec, weight: Tensor, at_once: bool = False) -> Tensor:
 def _apart(lower: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """A and d of fits whose neighbours do not make up for each other.
 
-    The errors e of neighbours cost |(e + B f)' K (e + B f)|, f the errors before them, where B = A_nn^-1 A_nf and
+    The errors e of neighbours cost (e + B f)' K (e + B f), f the errors before them, where B = A_nn^-1 A_nf and
     K = A_nn' diag(d_n) A_nn. What is left of K is its diagonal."""
     heads, dim = cost.shape
     inside = lower.view(heads, dim // AT_ONCE, AT_ONCE, dim // AT_ONCE, AT_ONCE).diagonal(dim1=1, dim2=3)

@@ -42,7 +42,7 @@ def kept(x, codes, codec, offset, fit):
     return (cost * z * at).sum(-1).square() / (cost * at.square()).sum(-1)
 
 dim, bits, side, n = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-options = {"table": (-2.0, -1.3, -0.7, -0.2, 0.3, 0.3001, 0.3002, 1.5)} if side == "searched" else {}  # no grid
+options = {"table": (-2.0, -1.3, -0.7, -0.2, 0.3, 0.30003, 0.30006, 1.5)} if side == "searched" else {}  # no grid
 codec = Codec.value(dim, bits) if side == "value" else Codec.key(dim, bits, **options)
 x, offset = torch.randn(n, 2, dim) * torch.randn(n, 2, 1).exp(), 0.1 * torch.randn(2, dim)
 weights = torch.rand(2, dim) ** 4 + 0.01
@@ -85,13 +85,14 @@ CASES = {
     "one by one": [("k4v3", "k", "", False, True), ("k3v4", "kv", "", True, False), ("k16v4", "v", "", False, True),
                    ("k4v4", "", "", True, False)],
     "at once": [("k4v3", "k", "k", False, True), ("k3v4", "kv", "kv", True, False)],
-    "at once or not": [("k2v16", "k", "k", False, False), ("k4v4", "kv", "v", False, False)],
+    "at once or not": [("k2v16", "k", "k", False, False), ("k4v4", "kv", "v", False, False),
+                       ("k6v4", "k", "k", False, True)],  # keys of other dimensions than values
 }
 for name, weights, at_once, ring, offset in CASES[sys.argv[1]]:
-    format = Format.parse(name, 32)
+    format = Format.parse(name, (32, 64) if name == "k6v4" else 32)
     def fit(side, codec):
         if side in weights:
-            return fitting.fit(codec, torch.rand(2, 32) + 0.01, side in at_once)
+            return fitting.fit(codec, torch.rand(2, codec.dim) + 0.01, side in at_once)
         return fitting.equal(2, DEVICE) if codec.coded else None
     pages = Pages(format, 8, allocate(format, 8, 9, 2, DEVICE).fill_(0),
                   torch.randperm(9).view(3, 3).to(torch.int32), torch.tensor(LENGTHS, dtype=torch.int32),
@@ -100,8 +101,8 @@ for name, weights, at_once, ring, offset in CASES[sys.argv[1]]:
     if not ring:
         pages.table[2, 2] = -1
     if offset and format.value.coded:
-        pages = dataclasses.replace(pages, value_offset=torch.randn(2, 32))
-    k, v = torch.randn(2, 26, 2, 64)[..., ::2]
+        pages = dataclasses.replace(pages, value_offset=torch.randn(2, format.value.dim))
+    k, v = (torch.randn(26, 2, 2 * codec.dim)[..., ::2] for codec in (format.key, format.value))
     found = []
     for backend in ("reference", "triton"):
         copy = dataclasses.replace(
@@ -278,7 +279,7 @@ def test_compiled_at_once(compiled, tmp_path, capability, name, dim, most):
     x = torch.empty(64, 8, dim, dtype=torch.bfloat16)
     launch.append(pages, x, x, checks.rows_of("starts", None, 64, 64, x.device))
     kernel, warps = seen["append_kernel"]
-    assert warps == 8
+    assert warps == 2
     body = loop_over_tiles(disassemble(kernel.asm["cubin"], tmp_path))
     registers, stack, _ = resources(kernel.asm["cubin"], tmp_path)
     counts = collections.Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for text in body)
@@ -286,8 +287,9 @@ def test_compiled_at_once(compiled, tmp_path, capability, name, dim, most):
           f" 16 coordinates of two vectors: {counts.most_common(12)}")  # fmt: skip
     assert counts["HMMA"] == 4 + 2 * (dim // 16 - 1)
     assert not counts["FSETP"], "comparisons share few predicates"
+    assert not counts["LDL"] + counts["STL"]
     assert len(body) <= most
-    assert stack == 0
+    assert stack <= 100, "what does not change in the loop"
 
 
 @compiles

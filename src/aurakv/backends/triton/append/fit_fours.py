@@ -100,9 +100,9 @@ def half_of(word, HALF: tl.constexpr):
 
 
 @triton.jit
-def near_tables(p_cells, p_levels, p_bounds, WRITER: tl.constexpr):
+def tables_of(p_cells, p_levels, p_bounds, WRITER: tl.constexpr):
     """What `nearest` reads; cells count from 2^23 in the bits of float32 numbers."""
-    if len(WRITER.groups) > 0:
+    if len(WRITER.cell) > 0:
         return p_cells.to(tl.int64) - 0x4B000000 * 16, p_levels, p_bounds
     else:
         return p_cells, p_levels, p_bounds
@@ -121,14 +121,14 @@ def choose(low, high, m):
 
 
 @triton.jit
-def nearest(u, near, WRITER: tl.constexpr):
+def nearest(u, tables, WRITER: tl.constexpr):
     """fit.nearest of both aims u, with levels as to_words has them; neither waits for what the other one reads."""
-    ASM: tl.constexpr = WRITER.groups
+    ASM: tl.constexpr = WRITER.cell
     if len(ASM) > 0:
         first = tl.inline_asm_elementwise(ASM, "=&r,f", [u[0]], dtype=tl.uint32, is_pure=True, pack=1)
         second = tl.inline_asm_elementwise(ASM, "=&r,f", [u[1]], dtype=tl.uint32, is_pure=True, pack=1)
-        first = four_words(near[0] + first.to(tl.int64) * 16, _LOAD_AGAIN)
-        second = four_words(near[0] + second.to(tl.int64) * 16, _LOAD_AGAIN)
+        first = four_words(tables[0] + first.to(tl.int64) * 16, _LOAD_AGAIN)
+        second = four_words(tables[0] + second.to(tl.int64) * 16, _LOAD_AGAIN)
         m_first, m_second = above(u[0], first[0]), above(u[1], second[0])
         words = (choose(first[2], first[3], m_first), choose(second[2], second[3], m_second))
         return (first[1] - m_first, second[1] - m_second), words
@@ -136,8 +136,8 @@ def nearest(u, near, WRITER: tl.constexpr):
         BITS: tl.constexpr = WRITER.how.bits
         codes, words = (), ()
         for v in tl.static_range(2):
-            code = quantise(u[v] * WRITER.unit, near[2], BITS, ())
-            level = to_levels(code.to(tl.uint32), near[1], BITS, ()) * (1.0 / WRITER.unit)
+            code = quantise(u[v] * WRITER.unit, tables[2], BITS, ())
+            level = to_levels(code.to(tl.uint32), tables[1], BITS, ()) * (1.0 / WRITER.unit)
             codes, words = codes + (code,), words + (to_words(level),)  # noqa: RUF005
         return codes, words
 
@@ -180,7 +180,7 @@ def zeros(COUNT: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def round_tile(tile, p_tile, aim, cost, inverse, near, sums, WORD: tl.constexpr, WRITER: tl.constexpr):
+def round_tile(tile, p_tile, aim, cost, inverse, tables, sums, WORD: tl.constexpr, WRITER: tl.constexpr):
     """Round 16 coordinates, whose products have the tile at p_tile: their words of eight codes [vector, half] as far as
     this lane has them, the factors of later products [part, 4], and the sums of fit_vectors (error, mixed, energy)
     [vector]."""
@@ -197,7 +197,7 @@ def round_tile(tile, p_tile, aim, cost, inverse, near, sums, WORD: tl.constexpr,
     for e in tl.static_range(4):
         before = (tile[place(e, 0)], tile[place(e, 1)])
         u = (aim[0][e] * inverse - before[0], aim[1][e] * inverse - before[1])
-        codes, levels = nearest(u, near, WRITER)
+        codes, levels = nearest(u, tables, WRITER)
         more = ()
         for part in tl.static_range(PARTS):
             a, b = factor_of(levels[0], part, e), factor_of(levels[1], part, e)
@@ -249,27 +249,29 @@ def fit_fours(i_first, fit, p_levels, p_bounds, p_scratch, p_data, p_scale, m_ve
     p_words = p_results.to(tl.pointer_type(WORD), bitcast=True)
     p_results += TOGETHER * WORDS * 2
     p_lane = p_words + (i_vector * WORDS + lane)
-    near = near_tables(fit[2], p_levels, p_bounds, WRITER)
-    tiles = zeros(8 * TILES, THREADS, tl.float32)  # sums of products, of this tile and those after it
+    tables = tables_of(fit[2], p_levels, p_bounds, WRITER)
+    pending = zeros(8 * TILES, THREADS, tl.float32)  # sums of products, of this tile and those after it
     sums = zeros(6, THREADS, tl.float32)
     for t in range(TILES):
         aim = (four_floats(p_aim + t * 64, _LOAD), four_floats(p_aim + (DIM * 4 + t * 64), _LOAD))
         if WRITER.equal:
             one = tl.full([THREADS], 1.0, tl.float32)
-            words, _, sums = round_tile(tiles[:8], None, aim, (one, one, one, one), inverse, near, sums, WORD, WRITER)
+            words, _, sums = round_tile(
+                pending[:8], None, aim, (one, one, one, one), inverse, tables, sums, WORD, WRITER
+            )
         else:
             cost = four_floats(p_cost + t * 64, _LOAD_AGAIN)
             p_tile = p_tiles + t * (TILES * 512)
-            words, factors, sums = round_tile(tiles[:8], p_tile, aim, cost, inverse, near, sums, WORD, WRITER)
+            words, factors, sums = round_tile(pending[:8], p_tile, aim, cost, inverse, tables, sums, WORD, WRITER)
             later = ()
             for n in tl.static_range(1, TILES):
                 b = four_words(p_tile + n * 512, _LOAD_AGAIN)
-                lower, upper = tiles[8 * n : 8 * n + 4], tiles[8 * n + 4 : 8 * n + 8]
+                lower, upper = pending[8 * n : 8 * n + 4], pending[8 * n + 4 : 8 * n + 8]
                 for part in tl.static_range(PARTS):
                     a = factors[4 * part : 4 * part + 4]
                     lower, upper = add_product(lower, a, b[:2], 16), add_product(upper, a, b[2:], 16)
                 later = later + lower + upper
-            tiles = later + zeros(8, THREADS, tl.float32)
+            pending = later + zeros(8, THREADS, tl.float32)
         for i in tl.static_range(4):
             tl.store(p_lane + (i // 2 * WORDS + (2 * t + i % 2) * 32), words[i])
     FIRST: tl.constexpr = first_asm()

@@ -1,4 +1,4 @@
-"""Blocks of vectors whose codes are fitted with weights (fit.py): a side of an append, and encoding.
+"""Blocks of vectors whose codes are fitted (fit.py, fit_fours.py): a side of an append, and encoding.
 
 As in kernels.py and encode.py, but for: matrix, rotated coordinates in their natural order; fit, see fit.py, here of
 all heads; scratch float32, of a program. TOGETHER see fit.py. A block is fit.VECTORS tokens of one head.
@@ -54,31 +54,33 @@ def places_of(side, data, page_bytes, pool, i_block, known, i_first, BYTES: tl.c
 def append_fitted(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
                   WRITER: tl.constexpr, HEADS: tl.constexpr, COUNTED: tl.constexpr, RING: tl.constexpr,
                   SEQS: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
-    """kernels.append_blocks for a side with weights."""
+    """kernels.append_blocks for a fitted side."""
     x, stride, change, matrix, levels, bounds, _, _ = side
     SIDE: tl.constexpr = WRITER.how
     known = no_sequence()
     refused = tl.full([], False, tl.int1)
     for i_block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        near = fit
+        of_head = fit
         if not WRITER.equal:
-            near = fit_of(fit, i_block % HEADS, WRITER)
+            of_head = fit_of(fit, i_block % HEADS, WRITER)
             if WRITER.fours:
-                ask_for(near, WRITER, TOGETHER)
+                ask_for(of_head, WRITER, TOGETHER)
         known, no = enter_sequence(pool, i_block, known, HEADS, True, COUNTED, RING, SEQS, VECTORS)
         refused = refused | no
         p_row, i_head, m_row = vectors_of(x, stride, pool, i_block, known, HEADS, RING)
-        find_aims(p_row, stride[2], change, i_head * SIDE.dim, m_row, matrix, near, p_scratch, WRITER)
+        find_aims(p_row, stride[2], change, i_head * SIDE.dim, m_row, matrix, of_head, p_scratch, WRITER)
         for i_group in range(groups_of(m_row, TOGETHER)):
             i_first = i_group * TOGETHER
             p_data, p_scale, m_vector = places_of(
                 side, data, page_bytes, pool, i_block, known, i_first, BYTES, DTYPE, HEADS, RING, TOGETHER
             )
             if WRITER.fours:
-                fit_fours(i_first, near, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER)
+                fit_fours(
+                    i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
+                )
             else:
                 fit_vectors(
-                    i_first, near, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
+                    i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
                 )
     return refused
 

@@ -1,4 +1,4 @@
-"""Appends and encode where codes are fitted with weights: how they are cut, and the launch of encode."""
+"""Appends and encode where codes of a side are fitted with weights: how they are cut, and the launch of encode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....format.codec import Codec
-from ....format.fit import SCALES
+from ....format.fit import MOST_AT_ONCE, SCALES
 from ....storage.pages import Pages
 from ..common import specialise
 from ..common.codes import INTERPRETED
@@ -16,9 +16,10 @@ from ..common.target import multiprocessors
 from .cut import Cut
 from .fit import VECTORS, scratch_size
 from .fit_kernels import encode_fitted_kernel
-from .fit_tables import MOST_FOURS, fours, level_cells, unpacked
+from .fit_tables import fours, level_cells, unpacked
 
 WARPS = 8  # of a multiprocessor, for each side
+IN_FOURS = 2  # of a program: a decode has one vector of a sequence and head, which one warp rounds
 
 Side = tuple[Codec, torch.dtype, bool]  # what `specialise.writer` takes first
 
@@ -69,15 +70,14 @@ def _writers(sides: Sequence[Side], fits: Sequence[Tensor | None]) -> list[speci
     """A program has as many warps for its keys as for its values, so neighbours are rounded at once on all sides with a
     fit, or on none."""
     kinds = [specialise.fit_of(fit) for fit in fits]
-    weighted = [(fit, side[0].dim) for side, fit, kind in zip(sides, fits, kinds, strict=True) if kind == "weights"]
-    if INTERPRETED.value or any(fit is None or fours(fit, dim) is None for fit, dim in weighted):
-        return [specialise.writer(*side, fit=kind, few_warps=True) for side, kind in zip(sides, kinds, strict=True)]
-    wide = any(side[0].dim > MOST_FOURS for side in sides)
-    at_once: dict[specialise.Fit, specialise.Fit] = {
-        "weights": "fours",
-        "scales": "scales" if wide else "scales in fours",
-    }
-    return [specialise.writer(*side, fit=at_once.get(kind, kind)) for side, kind in zip(sides, kinds, strict=True)]
+    at_once = not INTERPRETED.value and all(
+        kind != "weights" or fours(fit, side[0].dim) is not None  # type: ignore[arg-type]  # with weights there is a fit
+        for side, fit, kind in zip(sides, fits, kinds, strict=True)
+    )
+    for i, (side, kind) in enumerate(zip(sides, kinds, strict=True)):
+        if at_once and kind and side[0].dim <= MOST_AT_ONCE:
+            kinds[i] = "fours" if kind == "weights" else "scales in fours"
+    return [specialise.writer(*side, fit=kind, few_warps=True) for side, kind in zip(sides, kinds, strict=True)]
 
 
 def _fit(codec: Codec, how: specialise.Writer, fit: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -100,7 +100,7 @@ def _warps(*sides: specialise.Writer) -> int:
     """What registers hold of 16 vectors. A side without weights that looks cells up does so in shared memory, which
     takes several warps: one alone would hold the whole table in its registers."""
     if any(side.fours for side in sides):
-        return 8
+        return IN_FOURS
     if any(side.grid and not side.fitted for side in sides):
         return 4
     return min(4, max(1, *(side.how.columns // 128 for side in sides)))

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....format.codec import Codec
-from ....format.fit import AT_ONCE, split
+from ....format.fit import AT_ONCE, MOST_AT_ONCE, split
 from ....format.levels import Levels
 from ..common.arithmetic import float32_bits, integers, poly7_numbers
 from .grids import wide_cells
 
 BLOCK = 16  # coordinates, see fit.py
-MOST_FOURS = 128  # coordinates whose sums registers hold in fit_fours.py
 
 
 class Unpacked(NamedTuple):
@@ -56,12 +55,12 @@ def unpacked(fit: Tensor, dim: int) -> Unpacked:
 def fours(fit: Tensor, dim: int) -> Fours | None:
     """None: a fit of another kind, or of too many coordinates; in a graph also where it was not read before."""
     if fit not in _fours:
-        if dim > MOST_FOURS or _capturing(fit):
+        if dim > MOST_AT_ONCE or _capturing(fit):
             return None
         with torch.inference_mode(False):
             lower, cost = split(fit, dim, torch.float32)
             found = None
-            if _apart(lower):
+            if _is_apart(lower):
                 both = torch.stack([lower.to(torch.float16), tiles(lower)], 1)
                 found = Fours(both, in_lanes(cost).contiguous())
         _fours[fit] = found
@@ -73,7 +72,7 @@ def _capturing(fit: Tensor) -> bool:
     return fit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _apart(lower: Tensor) -> bool:
+def _is_apart(lower: Tensor) -> bool:
     """Whether A [kv_heads, dim, dim] has zeros between AT_ONCE neighbours."""
     n = lower.shape[1] // AT_ONCE
     inside = lower.unflatten(2, (n, AT_ONCE)).unflatten(1, (n, AT_ONCE)).diagonal(dim1=1, dim2=3)
@@ -121,24 +120,22 @@ def cell_asm(levels: Levels) -> str:
 
 
 @functools.cache
-def _level_cells(levels: Levels, in_halves: bool, device: torch.device) -> Tensor | None:
-    grid = wide_cells(levels)
-    if grid is None:
-        return None
-    below = np.array(grid.below, np.int32)
-    unit = level_unit(levels)[0]
+def _level_cells(levels: Levels, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Both forms of `level_cells`, made at the same time: a graph may be captured before the second one is needed."""
+    grid, unit = wide_cells(levels), level_unit(levels)[0]
+    bounds, below = ([], []) if grid is None else (grid.bounds, grid.below)
     known = (np.array(levels) / unit).astype(np.float32)
-    if in_halves:
-        high = known.astype(np.float16)
-        known = np.stack([high, (known - high.astype(np.float32)).astype(np.float16)], 1).view(np.float32)[:, 0]
-    table = [(np.array(grid.bounds) / unit).astype(np.float32), below.view(np.float32)]
-    table += [known[np.minimum(below + n, len(known) - 1)] for n in (0, 1)]
+    high = known.astype(np.float16)
+    halves = np.stack([high, (known - high.astype(np.float32)).astype(np.float16)], 1).view(np.float32)[:, 0]
+    first = [(np.array(bounds) / unit).astype(np.float32), np.array(below, np.int32).view(np.float32)]
+    at = [np.minimum(np.array(below, np.int64) + n, len(known) - 1) for n in (0, 1)]
     with torch.inference_mode(False):
-        return torch.from_numpy(np.stack(table, 1)).to(device)
+        whole, in_halves = (torch.from_numpy(np.stack([*first, *(x[i] for i in at)], 1)) for x in (known, halves))
+        return whole.to(device), in_halves.to(device)
 
 
-def level_cells(codec: Codec, in_halves: bool, device: torch.device) -> Tensor | None:
+def level_cells(codec: Codec, in_halves: bool, device: torch.device) -> Tensor:
     """float32 [cells, 4]: the boundary inside a cell, the number of those below as bits, the levels on both
     sides; but for that number over level_unit. in_halves: levels as two float16 numbers, the larger one in the lower
-    half of a word."""
-    return _level_cells(codec.levels, in_halves, device)
+    half of a word. No cells where a table has no grid."""
+    return _level_cells(codec.levels, device)[in_halves]

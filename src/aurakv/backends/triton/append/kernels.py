@@ -269,8 +269,8 @@ def append_kernel(
 ):
     """k, v [tokens, heads, dim] behind their sequences: program (blocks, side), or (sequence) if OWN.
 
-    COUNTED: lengths count the new tokens already and stay. Sides with weights have their fit (fit.py) of all heads,
-    fitted_blocks and a part of scratch, float32 [programs, sides with weights, fit.scratch_size]."""
+    COUNTED: lengths count the new tokens already and stay. Fitted sides have their fit (fit.py) of all heads,
+    fitted_blocks and a part of scratch, float32 [programs, fitted sides, fit.scratch_size]."""
     pool = (table, lengths, overflow, starts, tokens, seqs, pages, width, page_size, pinned)
     key = (k, (k_token, k_head, k_dim), (key_scale, key_offset), key_matrix, key_levels, key_bounds, key_codes,
            key_scales)  # fmt: skip

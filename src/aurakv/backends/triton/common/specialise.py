@@ -84,13 +84,14 @@ class Writer(NamedTuple):
 
     how: Encoder
     alone: bool = False  # each warp has vectors of its own, see encode_warp
-    groups: str = ""  # PTX that quantises groups by cells, in fours finds a cell; "" to look boundaries and levels up
+    groups: str = ""  # PTX that quantises groups by cells, "" to look boundaries and levels up
     grid: tuple[float, ...] = ()  # slope and start of Cells, and their number, to look boundaries up by; () to search
     square: float = 0.0  # see codes.energy_of
     scales: tuple[float, ...] = ()  # that are tried, times the root mean square of a vector; () for that alone
-    fitted: bool = False  # by append/fit.py: coordinates make up for the errors of others
-    fours: bool = False  # but not for those of three neighbours, see append/fit_fours.py
-    equal: bool = False  # nor for any others: all weights are equal
+    fitted: bool = False  # a block of vectors of a head at a time, see append/fit.py
+    fours: bool = False  # fitted, four coordinates at once, see append/fit_fours.py
+    equal: bool = False  # in fours, where weights are equal, so that no coordinate makes up for the error of another
+    cell: str = ""  # in fours: PTX that finds a cell, "" where there are none
     unit: float = 1.0  # what levels are over if fitted, as sums of so many float16 numbers
     parts: int = 1
 
@@ -185,10 +186,10 @@ def writer(
     scales, grid = SCALES if fit else (), wide_cells(codec.levels)
     cells = (grid.slope, grid.start, len(grid.bounds)) if grid else ()
     if fit == "weights":
-        return Writer(how, False, "", cells, 0.0, scales, True, False, False, *level_unit(codec.levels))
+        return Writer(how, False, "", cells, 0.0, scales, True, False, False, "", *level_unit(codec.levels))
     if fit in ("fours", "scales in fours"):
         equal, asm = fit != "fours", cell_asm(codec.levels)
-        return Writer(how, False, asm, cells, 0.0, scales, True, True, equal, *level_unit(codec.levels))
+        return Writer(how, False, "", cells, 0.0, scales, True, True, equal, asm, *level_unit(codec.levels))
     groups = "" if INTERPRETED.value else groups_asm(codec.levels, lsq)
     if not groups:
         return Writer(how, grid=cells, scales=scales)
