@@ -129,8 +129,10 @@ def values_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    SPARSE: tl.constexpr,
 ):
-    """out [tokens, heads, dim] of weights [tokens, heads, n]; program (rows, kv head)."""
+    """out [tokens, heads, dim] of weights [tokens, heads, n]; program (rows, kv head). SPARSE: there is a threshold,
+    and what lies below it in all rows is not decoded."""
     i_head = tl.program_id(1)
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < rows
@@ -148,15 +150,17 @@ def values_kernel(
         seen = seen & ~(w < threshold)
         w = tl.where(seen, w, 0.0)
         total += tl.sum(w, 1)
-        b_v, b_scale = load_encoded(data, scale, o_key * HEADS + i_head, m_key, levels, V)
-        b_v = b_v.to(tl.float32)
-        bad = ~(tl.abs(b_scale) < float("inf"))
-        if V.bits == 16:
-            bad = tl.max((~(tl.abs(b_v) < float("inf"))).to(tl.int32), 1) > 0
-            b_v = tl.where(bad[:, None], 0.0, b_v)
-        damaged = tl.maximum(damaged, tl.max((seen & bad[None, :]).to(tl.int32), 1))
-        w = tl.where(seen & ~bad[None, :], w * b_scale[None, :], 0.0)
-        acc = tl.dot(w, b_v, acc, input_precision="tf32x3")
+        some = tl.max(tl.max(seen.to(tl.int32), 1), 0) if SPARSE else 1
+        if some > 0:
+            b_v, b_scale = load_encoded(data, scale, o_key * HEADS + i_head, m_key, levels, V)
+            b_v = b_v.to(tl.float32)
+            bad = ~(tl.abs(b_scale) < float("inf"))
+            if V.bits == 16:
+                bad = tl.max((~(tl.abs(b_v) < float("inf"))).to(tl.int32), 1) > 0
+                b_v = tl.where(bad[:, None], 0.0, b_v)
+            damaged = tl.maximum(damaged, tl.max((seen & bad[None, :]).to(tl.int32), 1))
+            w = tl.where(seen & ~bad[None, :], w * b_scale[None, :], 0.0)
+            acc = tl.dot(w, b_v, acc, input_precision="tf32x3")
     acc = tl.where((damaged > 0)[:, None], float("nan"), acc)
     p_offset = None
     if offset is not None:

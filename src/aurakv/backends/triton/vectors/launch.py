@@ -97,6 +97,7 @@ def values(weights: Tensor, codes: Codes, codec: Codec, offset: Tensor | None, t
             *_unrotate(codec),
             ROWS,
             specialise.LEAST_TILE,
+            threshold > 0,
         )
     return out
 
