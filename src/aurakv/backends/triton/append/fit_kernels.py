@@ -51,6 +51,15 @@ def places_of(side, data, page_bytes, pool, i_block, known, i_first, BYTES: tl.c
 
 
 @triton.jit
+def round_vectors(i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE: tl.constexpr,
+                  WRITER: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
+    if WRITER.fours:
+        fit_fours(i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER)
+    else:
+        fit_vectors(i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER)
+
+
+@triton.jit
 def append_fitted(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: tl.constexpr, DTYPE: tl.constexpr,
                   WRITER: tl.constexpr, HEADS: tl.constexpr, COUNTED: tl.constexpr, RING: tl.constexpr,
                   SEQS: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
@@ -74,14 +83,9 @@ def append_fitted(side, fit, p_scratch, data, page_bytes, pool, blocks, BYTES: t
             p_data, p_scale, m_vector = places_of(
                 side, data, page_bytes, pool, i_block, known, i_first, BYTES, DTYPE, HEADS, RING, TOGETHER
             )
-            if WRITER.fours:
-                fit_fours(
-                    i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
-                )
-            else:
-                fit_vectors(
-                    i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
-                )
+            round_vectors(
+                i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
+            )
     return refused
 
 
@@ -127,11 +131,6 @@ def encode_fitted_kernel(
             o_row = i_token + i_first + tl.arange(0, TOGETHER)
             o_vector = o_row.to(tl.int64) * HEADS + i_head
             p_data, p_scale, m_vector = data + o_vector * row_bytes, scale + o_vector, o_row < tokens
-            if WRITER.fours:
-                fit_fours(
-                    i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
-                )
-            else:
-                fit_vectors(
-                    i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
-                )
+            round_vectors(
+                i_first, of_head, levels, bounds, p_scratch, p_data, p_scale, m_vector, DTYPE, WRITER, TOGETHER
+            )
