@@ -74,6 +74,8 @@ def cycles(body: list[str], turns: int = 3) -> int:
             condition = re.match(r"@!?(U?P\d)\s", text)
             operation, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
             kind, operands = operation.split(".")[0], rest.split(",")
+            if kind == "SHFL":  # a predicate comes first
+                operands = operands[1:]
             if kind in NO_RESULT:
                 to, used = [], [x for each in operands for x in names(each)]
             elif kind in ("HMMA", "IMMA"):
