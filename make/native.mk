@@ -12,13 +12,13 @@ SANITIZED = PYTHONPATH="build/sanitized:$(PACKAGES)" \
 
 native: $(VENV)/.core  # beside the sources, for PYTHONPATH=src
 	$(INSTALL) cmake ninja
-	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/aurakv/backends
+	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" \
+		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/src/aurakv/backends"
 	$(BIN)/cmake --build build/native
 
 build/sanitized: $(VENV)/.test $(wildcard native/*) CMakeLists.txt $(shell find src/aurakv -name '*.py')
 	$(INSTALL) cmake ninja
-	$(BIN)/cmake -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DAURA_SANITIZE=ON -DCMAKE_BUILD_TYPE=None
+	$(BIN)/cmake -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" -DAURA_SANITIZE=ON -DCMAKE_BUILD_TYPE=None
 	$(BIN)/cmake --build build/asan
 	rm -rf $@ && mkdir -p $@ && cp -r src/aurakv $@/
 	cp build/asan/_native.so $@/aurakv/backends/
