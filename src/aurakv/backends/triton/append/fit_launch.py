@@ -99,10 +99,10 @@ def _scratch(warps: int, *sides: specialise.Writer) -> int:
 def _warps(*sides: specialise.Writer) -> int:
     """What registers hold of 16 vectors. A side without weights that looks cells up does so in shared memory, which
     takes several warps: one alone would hold the whole table in its registers."""
-    if any(side.fours for side in sides):
-        return IN_FOURS
     if any(side.grid and not side.fitted for side in sides):
         return 4
+    if any(side.fours for side in sides):
+        return IN_FOURS
     return min(4, max(1, *(side.how.columns // 128 for side in sides)))
 
 
