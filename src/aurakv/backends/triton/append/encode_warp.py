@@ -14,7 +14,7 @@ from ..common.codes import energy_of, load_cells, quantise_eight
 from ..common.slots import enter_sequence, no_sequence, place_rows
 
 _LOAD = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
-_LOAD_AGAIN = tl.constexpr("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];")
+LOAD_AGAIN = tl.constexpr("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];")
 _WORDS = tl.constexpr("=r,=r,=r,=r,l")
 
 
@@ -124,7 +124,7 @@ def rotate_rows(x, p_matrix, lane, where, SIDE: tl.constexpr):
     REST: tl.constexpr = DIM // 32
     NAME: tl.constexpr = operand_name(SIDE.operand)
     p_sign = p_matrix + 2048 + (lane % 4) * 16
-    sign = load_words(p_sign, REST, 64, _LOAD_AGAIN)
+    sign = load_words(p_sign, REST, 64, LOAD_AGAIN)
     words = ()
     for i in tl.static_range(8 * REST):
         words = words + (x[operand_index(i, DIM)] ^ sign[operand_index(i, DIM) % (DIM // 8)],)  # noqa: RUF005
@@ -132,7 +132,7 @@ def rotate_rows(x, p_matrix, lane, where, SIDE: tl.constexpr):
     power = tl.inline_asm_elementwise(
         POWER, constraints(2, 8 * REST + 2), words + where, dtype=floats(2), is_pure=True, pack=1
     )
-    b = load_words(p_matrix + lane * 16, 4, 512, _LOAD_AGAIN)
+    b = load_words(p_matrix + lane * 16, 4, 512, LOAD_AGAIN)
     ASM: tl.constexpr = rotate_asm(REST, NAME)
     y = tl.inline_asm_elementwise(
         ASM, constraints(16 * REST, 8 * REST + 16), words + b, dtype=floats(16 * REST), is_pure=True, pack=1

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ....format import fit as fitting
 from ..common.codes import quantise, to_levels
-from .encode_warp import _LOAD_AGAIN, _WORDS, fold_asm, over_four, prefetch_line
+from .encode_warp import LOAD_AGAIN, fold_asm, load_words, multiply, over_four, prefetch_line, registers
 from .fit import BLOCK, VECTORS, scale_at, store_vectors
 
 assert fitting.AT_ONCE == 4
@@ -30,8 +30,7 @@ _ADD = tl.constexpr(fold_asm("add.rn.f32"))
 def product_asm(k):
     """PTX: sums $0 … $3 of one column in eight, from those before, first factors and second ones over k coordinates."""
     a, b = k // 4, k // 8
-    names = [", ".join(f"${i}" for i in range(first, first + n)) for first, n in ((0, 4), (8, a), (8 + a, b), (4, 4))]
-    return "mma.sync.aligned.m16n8k{}.row.col.f32.f16.f16.f32 {{{}}}, {{{}}}, {{{}}}, {{{}}};".format(k, *names)
+    return multiply("f16", k, registers(0, 4), registers(8, a), registers(8 + a, b), registers(4, 4))
 
 
 @triton.constexpr_function
@@ -58,20 +57,13 @@ def first_asm():
 
 
 @triton.jit
-def four_words(p, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        ASM, _WORDS, [p], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def as_float(x):
     return x.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def four_floats(p, ASM: tl.constexpr):
-    a, b, c, d = four_words(p, ASM)
+    a, b, c, d = load_words(p, 1, 16, ASM)
     return as_float(a), as_float(b), as_float(c), as_float(d)
 
 
@@ -127,8 +119,8 @@ def nearest(u, tables, WRITER: tl.constexpr):
     if len(ASM) > 0:
         first = tl.inline_asm_elementwise(ASM, "=&r,f", [u[0]], dtype=tl.uint32, is_pure=True, pack=1)
         second = tl.inline_asm_elementwise(ASM, "=&r,f", [u[1]], dtype=tl.uint32, is_pure=True, pack=1)
-        first = four_words(tables[0] + first.to(tl.int64) * 16, _LOAD_AGAIN)
-        second = four_words(tables[0] + second.to(tl.int64) * 16, _LOAD_AGAIN)
+        first = load_words(tables[0] + first.to(tl.int64) * 16, 1, 16, LOAD_AGAIN)
+        second = load_words(tables[0] + second.to(tl.int64) * 16, 1, 16, LOAD_AGAIN)
         m_first, m_second = above(u[0], first[0]), above(u[1], second[0])
         words = (choose(first[2], first[3], m_first), choose(second[2], second[3], m_second))
         return (first[1] - m_first, second[1] - m_second), words
@@ -189,7 +181,7 @@ def round_tile(tile, p_tile, aim, cost, inverse, tables, sums, WORD: tl.constexp
     THREADS: tl.constexpr = inverse.shape[0]
     EQUAL: tl.constexpr = WRITER.equal
     if not EQUAL:
-        own = four_words(p_tile, _LOAD_AGAIN)
+        own = load_words(p_tile, 1, 16, LOAD_AGAIN)
     shift = (tl.arange(0, THREADS) % 4 * BITS).to(WORD)
     words = zeros(4, THREADS, WORD)
     factors = zeros(4 * PARTS, THREADS, tl.int32)
@@ -260,12 +252,12 @@ def fit_fours(i_first, fit, p_levels, p_bounds, p_scratch, p_data, p_scale, m_ve
                 pending[:8], None, aim, (one, one, one, one), inverse, tables, sums, WORD, WRITER
             )
         else:
-            cost = four_floats(p_cost + t * 64, _LOAD_AGAIN)
+            cost = four_floats(p_cost + t * 64, LOAD_AGAIN)
             p_tile = p_tiles + t * (TILES * 512)
             words, factors, sums = round_tile(pending[:8], p_tile, aim, cost, inverse, tables, sums, WORD, WRITER)
             later = ()
             for n in tl.static_range(1, TILES):
-                b = four_words(p_tile + n * 512, _LOAD_AGAIN)
+                b = load_words(p_tile + n * 512, 1, 16, LOAD_AGAIN)
                 lower, upper = pending[8 * n : 8 * n + 4], pending[8 * n + 4 : 8 * n + 8]
                 for part in tl.static_range(PARTS):
                     a = factors[4 * part : 4 * part + 4]

@@ -92,9 +92,8 @@ def tiles(lower: Tensor) -> Tensor:
     heads, dim = lower.shape[:2]
     count = dim // BLOCK
     parts = lower.view(heads, count, 2, 2, 4, count, 2, 2, 4)  # head, tile, h, i, c; tile, word, half, c
-    order = parts.permute(
-        0, 5, 1, 4, 3, 8, 2, 6, 7
-    )  # tiles of columns, of rows; lane: 8 rows, 4 columns; h, word, half
+    # head; tiles of columns, of rows; lane: 8 rows, 4 columns; h, word, half
+    order = parts.permute(0, 5, 1, 4, 3, 8, 2, 6, 7)
     column, further = torch.arange(count, device=lower.device)[:, None], torch.arange(count, device=lower.device)
     return order[:, column, (column + further) % count].reshape(heads, dim, dim).to(torch.float16)
 
